@@ -160,7 +160,7 @@ class PlanCommand(Command):
         with progress(f"capturing {source.name}"), hold_back_stderr(unless=self.debug):
             captured = capture_source(source)
         with progress("comparing plans"):
-            comparison = compare_model(captured, options, ranks, plans)
+            comparison = compare_model(captured, options, ranks, plans, searches=not self.schedule)
             best = plan_of(captured, comparison.best)
         if self.json:
             print_json(plan_comparison_dict(comparison, best))

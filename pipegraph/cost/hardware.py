@@ -275,6 +275,8 @@ class Hardware(Entry, frozen=True, kw_only=True):
             process.
         links: between ranks.
         host_link: from a device to pinned memory of its host, and back; None if that is not known.
+        tp_overlap: the part of an exchange between ranks along tp that runs during the products before and after it, as
+            in asynchronous tensor parallelism; 0 if kernels wait for it.
         measured_ratio: the measured seconds of stages, as multiples of those that the other figures predict.
         sources: where the figures are from, by their place.
     """
@@ -293,6 +295,7 @@ class Hardware(Entry, frozen=True, kw_only=True):
     first_touch: SizeTable | None = None
     links: Links
     host_link: Link | None = None
+    tp_overlap: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
     measured_ratio: MeasuredRatio = UNCORRECTED
     sources: dict[Name, Text] = msgspec.field(default_factory=dict)
 
@@ -325,6 +328,15 @@ class Hardware(Entry, frozen=True, kw_only=True):
     def bytes_per_second(self, size: float, footprint: float = math.inf) -> float:
         """Return the bandwidth of a kernel that reads and writes ``size`` bytes."""
         return self.memory_bandwidth * self.attained_bandwidth.at(bytes=max(size, 1), footprint=footprint)
+
+    def exposed_exchange(self, seconds: float, products: float) -> float:
+        """Return the seconds of an exchange between ranks along tp that are not hidden.
+
+        Args:
+            seconds: of the exchange.
+            products: of the products during which it may run: no more than these are hidden.
+        """
+        return seconds - min(self.tp_overlap * seconds, products)
 
     def new_memory_seconds(self, size: int) -> float:
         """Return the seconds that the system takes to provide the memory of a new tensor of ``size`` bytes."""

@@ -33,6 +33,7 @@ _SIGNS: Final[Mapping[str, frozenset[str]]] = {
 Count = Annotated[int, Meta(ge=0, le=10**18)]
 Figure = Annotated[float, Meta(ge=0, le=1e30)]
 Text = Annotated[str, Meta(max_length=4096)]
+LongText = Annotated[str, Meta(max_length=10**7)]
 Name = Annotated[str, Meta(min_length=1, max_length=4096)]
 
 Structure = TypeVar("Structure")

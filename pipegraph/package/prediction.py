@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta, structs
 
 from pipegraph.errors import ArgumentError
-from pipegraph.package.json_file import Count, Entry, FieldError, Figure, Name, Text, choice_of
+from pipegraph.package.json_file import Count, Entry, FieldError, Figure, LongText, Name, Text, choice_of
 from pipegraph.recompute import describe_stages, parse_stages
 from pipegraph.units import format_bytes, format_count, format_number_of, format_percent, format_seconds
 
@@ -133,6 +133,8 @@ class Prediction(Entry, frozen=True, kw_only=True, rename={"stages": "costs"}):
         recompute: what backwards compute again, as `pipegraph.recompute.parse_stages` takes it.
         unit: the unit of times and ``value``: s, or that of the balanced quantity.
         schedule, placement, microbatches: of a step; ``placement`` gives the rank of each stage.
+        order: the actions of each rank, as a line of a schedule's CSV file has them; empty if the schedule's name says
+            them.
         value: of a step or, for a unit other than seconds, of the largest stage.
         places: the number of places for a cut; all of them were considered.
         lower_bound: no cuts at these places have a lower value, as far as segments add up to stages; None if the cuts
@@ -160,6 +162,7 @@ class Prediction(Entry, frozen=True, kw_only=True, rename={"stages": "costs"}):
     schedule: Name
     placement: Annotated[tuple[Count, ...], Meta(min_length=1)]
     microbatches: Annotated[int, Meta(ge=1, le=10**6)]
+    order: tuple[LongText, ...] = ()
     value: Figure
     places: Count
     lower_bound: Figure | None
@@ -181,6 +184,8 @@ class Prediction(Entry, frozen=True, kw_only=True, rename={"stages": "costs"}):
             raise FieldError(
                 "placement", f"it is on ranks {sorted({*self.placement})}, and memory is of {len(self.memory)} ranks"
             )
+        if self.order and len(self.order) != len(self.memory):
+            raise FieldError("order", f"it is of {len(self.order)} ranks, and memory is of {len(self.memory)}")
         if self.memory_parts and tuple(parts.total for parts in self.memory_parts) != self.memory:
             raise FieldError("memory_parts", "its sums are not the bytes of memory")
         try:
@@ -263,7 +268,7 @@ class Prediction(Entry, frozen=True, kw_only=True, rename={"stages": "costs"}):
         silent = {"costs"} if not self.stages else set()
         silent |= {
             name
-            for name in ("mesh", "resident", "memory_parts", "precision", "zero1", "allowance")
+            for name in ("order", "mesh", "resident", "memory_parts", "precision", "zero1", "allowance")
             if not getattr(self, name)
         }
         silent |= {"optimizer"} if self.optimizer == "adamw" else set()

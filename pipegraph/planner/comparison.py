@@ -17,6 +17,7 @@ from pipegraph.kernels.blocks.divided_function import DividedFunction
 from pipegraph.planner.cut_choice import CutChoice, choose_cuts, improve_cuts, refine_cuts
 from pipegraph.planner.plan_options import ChainCosts, PlanOptions
 from pipegraph.planner.recompute_options import RecomputeOptions
+from pipegraph.planner.searched_order import searched_orders
 from pipegraph.planner.solver.solve import MemoryShortage, solve
 from pipegraph.recompute import AUTO, CHOICES, EVERYWHERE, OFFLOAD, Recompute, check_text, parse_stages, text_of_stages
 from pipegraph.schedule import Schedule
@@ -129,13 +130,18 @@ def candidates(
 
 
 def compare_plans(
-    costs: Mapping[str, ChainCosts], options: PlanOptions, ranks: int, plans: Sequence[PlanCandidate]
+    costs: Mapping[str, ChainCosts],
+    options: PlanOptions,
+    ranks: int,
+    plans: Sequence[PlanCandidate],
+    searches: bool = False,
 ) -> PlanComparison:
     """Compare plans of a model that is priced for each recompute.
 
     A first estimate of each plan takes the cuts whose slowest stage is the fastest, a second one the best cuts nearby.
     After each, plans that are far worse than others are left out. For the rest, the best cuts are searched for, and for
-    some whose first estimate is faster but takes too much memory.
+    some whose first estimate is faster but takes too much memory. With ``searches`` the best also get an order of their
+    own, if that saves enough time.
 
     Raises:
         MemoryShortage: no plan fits the memory; it names the closest one.
@@ -170,7 +176,9 @@ def compare_plans(
     if not choices:
         raise _shortage(shortages, memory)
     best, *alternatives = pareto_front(choices)
-    return PlanComparison((refine_cuts(best), *alternatives), len(estimates), refused)
+    front = (refine_cuts(best), *alternatives)
+    searched = tuple(searched_orders(front)) if searches else ()
+    return PlanComparison(pareto_front([*front, *searched]) if searched else front, len(estimates), refused)
 
 
 def nothing_to_compare(refused: Iterable[str]) -> PlanError:
@@ -282,7 +290,7 @@ def _complexity(choice: CutChoice) -> tuple[int, int, int, float]:
     schedule, again = choice.schedule, choice.options.recompute_text
     return (
         schedule.stages,
-        names().index(schedule.name),
+        names().index(schedule.name) if schedule.name in names() else len(names()),
         CHOICES.index(again) if again in CHOICES else len(CHOICES),
         choice.per_microbatch,
     )
@@ -296,9 +304,11 @@ _FREE_EFFORT = 0.2
 
 
 def compare_model(
-    captured: Captured, options: PlanOptions, ranks: int, plans: Sequence[PlanCandidate]
+    captured: Captured, options: PlanOptions, ranks: int, plans: Sequence[PlanCandidate], searches: bool = False
 ) -> PlanComparison:
     """Price a model once for each recompute, and compare plans.
+
+    With ``searches`` the best also get an order of their own, if that saves enough time.
 
     Raises as `compare_plans` does, and PlanError if a parameter is too large for any rank.
     """
@@ -310,7 +320,7 @@ def compare_model(
     comparisons, problems = list[PlanComparison](), list[PlanError]()
     for compare, candidates in of_kinds.items():
         try:
-            comparisons.append(compare(captured, options, ranks, candidates))
+            comparisons.append(compare(captured, options, ranks, candidates, searches))
         except PlanError as problem:
             problems.append(problem)
     if not comparisons:
@@ -325,7 +335,7 @@ def compare_model(
     )
 
 
-Compare = Callable[[Captured, PlanOptions, int, Sequence[PlanCandidate]], PlanComparison]
+Compare = Callable[[Captured, PlanOptions, int, Sequence[PlanCandidate], bool], PlanComparison]
 """Compares plans whose recompute is of one kind."""
 
 
@@ -336,14 +346,14 @@ def _way(recompute: str) -> Compare:
 
 
 def _compare_alike(
-    captured: Captured, options: PlanOptions, ranks: int, plans: Sequence[PlanCandidate]
+    captured: Captured, options: PlanOptions, ranks: int, plans: Sequence[PlanCandidate], searches: bool
 ) -> PlanComparison:
     """Compare plans with one choice for all stages."""
-    return compare_plans(price_candidates(captured, options, plans), options, ranks, plans)
+    return compare_plans(price_candidates(captured, options, plans), options, ranks, plans, searches)
 
 
 def _compare_free(
-    captured: Captured, options: PlanOptions, ranks: int, plans: Sequence[PlanCandidate]
+    captured: Captured, options: PlanOptions, ranks: int, plans: Sequence[PlanCandidate], searches: bool
 ) -> PlanComparison:
     """Compare plans of which each stage computes again what is best.
 
@@ -352,7 +362,7 @@ def _compare_free(
     priced = RecomputeOptions.price(captured, options)
     of_names = {str(priced.recompute[index]): priced.costs[index] for index in priced.uniform}
     candidates = [replace(plan, recompute=name) for plan in plans for name in of_names]
-    comparison = compare_plans(of_names, options, ranks, candidates)
+    comparison = compare_plans(of_names, options, ranks, candidates, searches)
     choices: dict[Schedule, CutChoice] = {}
     for choice in comparison.choices:
         if choice.schedule not in choices:
@@ -362,7 +372,7 @@ def _compare_free(
 
 
 def _compare_given(
-    captured: Captured, options: PlanOptions, ranks: int, plans: Sequence[PlanCandidate]
+    captured: Captured, options: PlanOptions, ranks: int, plans: Sequence[PlanCandidate], searches: bool
 ) -> PlanComparison:
     """Compare plans of which each stage computes again what it was given."""
     choices, shortages, refused = list[CutChoice](), list[MemoryShortage](), dict[str, None]()
@@ -384,7 +394,9 @@ def _compare_given(
                 raise
             refused[str(error).replace("\n", " ")] = None
     if choices:
-        return PlanComparison(pareto_front(choices), len(plans) - len(refused), tuple(refused))
+        front = pareto_front(choices)
+        searched = searched_orders(front) if searches else ()
+        return PlanComparison(pareto_front([*front, *searched]), len(plans) - len(refused), tuple(refused))
     if shortages:
         raise min(shortages, key=lambda problem: problem.peak)
     raise nothing_to_compare(refused)

@@ -18,7 +18,7 @@ from pipegraph.planner.solver.local_search import Incumbents, Moves, hill_climb
 from pipegraph.planner.solver.makespan import Makespan
 from pipegraph.planner.solver.prefix_sums import PrefixSums
 from pipegraph.planner.solver.solve import MemoryShortage, Solution
-from pipegraph.planner.step_prediction import rank_memory, stage_times, step_seconds
+from pipegraph.planner.step_prediction import rank_memory, stage_times, step_seconds, unnamed_order
 from pipegraph.recompute import stages_text
 from pipegraph.schedule import Schedule
 from pipegraph.units import bytes_option, format_bytes
@@ -96,6 +96,7 @@ class CutChoice:
             unit=self.costs.priced.unit,
             schedule=self.schedule.name,
             placement=self.schedule.placement,
+            order=unnamed_order(self.schedule),
             microbatches=self.schedule.microbatches,
             value=rounded(self.value),
             places=len(chain.segments) - 1,

@@ -9,12 +9,13 @@ from typing import Any, Final
 import msgspec
 
 from pipegraph.cost.balance import BALANCES, parse_balance
-from pipegraph.errors import PipegraphError, PlanError, SourceError
+from pipegraph.errors import PipegraphError, PlanError, ScheduleError, SourceError
 from pipegraph.graph.captured import Captured
 from pipegraph.package.json_file import Count, Entry, FieldError, FileKind, Name, Text, json_text
 from pipegraph.package.prediction import Prediction
 from pipegraph.planner.plan import Plan, plan
 from pipegraph.planner.solver.solve import MemoryShortage
+from pipegraph.schedule import check, from_csv
 from pipegraph.schedule.recipes import find_recipe
 from pipegraph.units import format_bytes
 
@@ -61,6 +62,9 @@ class PlanFile(Prediction, frozen=True, kw_only=True):
             raise FieldError("unit", f'it is "{self.unit}", and must be "{unit}" for the balance {self.balance}')
         if self.lower_bound is not None and self.lower_bound > self.value:
             raise FieldError("lower_bound", "it is more than value")
+        if self.order:
+            self._check_order()
+            return
         recipe, chunks = find_recipe(self.schedule), stages // ranks
         if stages % ranks or (chunks != recipe.chunks and not recipe.any_chunks):
             raise FieldError("schedule", f"{recipe.name} cannot have {stages} stages on {ranks} ranks")
@@ -72,6 +76,16 @@ class PlanFile(Prediction, frozen=True, kw_only=True):
                 "placement",
                 f"it is {list(self.placement)}, and must be {list(placement)} for {self.schedule} on {ranks} ranks",
             )
+
+    def _check_order(self) -> None:
+        """Raise FieldError if the order is not one of the stages, or cannot run."""
+        try:
+            schedule = from_csv("\n".join(self.order) + "\n", self.schedule, transfers=False)
+            check(schedule)
+        except ScheduleError as error:
+            raise FieldError("order", str(error).partition("\n")[0]) from None
+        if (schedule.placement, schedule.microbatches) != (self.placement, self.microbatches):
+            raise FieldError("order", "it is of another placement, or of other microbatches")
 
     @property
     def prediction(self) -> Prediction:

@@ -182,7 +182,7 @@ def _other_plan_hint(manifest: Manifest, schedule: Schedule, mesh: Mapping[str, 
         plan_mesh, ran = (f" in a mesh of {text}" if text else " in one pipeline" for text in (plan_mesh, ran))
     else:
         plan_mesh = ran = ""
-    how = options if planned.is_buildable else "--schedule with the plan's CSV file"
+    how = options if planned.to_schedule() is not None else "--schedule with the plan's CSV file"
     return f"The plan was {planned}{plan_mesh}, and this was {step}{ran}. Try: {how}"
 
 

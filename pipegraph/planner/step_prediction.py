@@ -19,7 +19,7 @@ from pipegraph.package.prediction import Prediction, RankMemory
 from pipegraph.planner.solver.makespan import Links, Makespan
 from pipegraph.planner.solver.memory_need import MemoryNeed, MemoryParts
 from pipegraph.planner.solver.prefix_sums import PrefixSums
-from pipegraph.schedule import CollectiveKind, Schedule, Timeline, Times, build, simulate
+from pipegraph.schedule import CollectiveKind, Schedule, Timeline, Times, build, from_csv, simulate, to_csv
 from pipegraph.units import format_number_of
 
 
@@ -66,36 +66,55 @@ def _rank_memory(parts: MemoryParts, rank: int, allowance: float) -> RankMemory:
     return RankMemory(*(math.ceil(round(part, 3)) for part in (*state, *in_step, allowance * sum(in_step))))
 
 
+def unnamed_order(schedule: Schedule) -> tuple[str, ...]:
+    """Return the actions of each rank as lines of a CSV file; empty for a schedule that `build` makes by its name."""
+    try:
+        named = build(schedule.name, schedule.ranks, schedule.microbatches, schedule.stages // schedule.ranks)
+    except ScheduleError:
+        named = None
+    return () if named is not None and named.actions == schedule.actions else tuple(to_csv(schedule).splitlines())
+
+
 @dataclass(frozen=True)
 class PlannedStep:
-    """The step that a package was planned for: a schedule's name, the rank of each stage, and microbatches."""
+    """The step that a package was planned for.
+
+    Attributes:
+        schedule: its name.
+        placement: the rank of each stage.
+        microbatches: the number of microbatches.
+        order: the actions of each rank as lines of a CSV file, if the name does not say them.
+    """
 
     schedule: str
     placement: tuple[int, ...]
     microbatches: int
+    order: tuple[str, ...] = ()
 
     @classmethod
     def from_manifest(cls, manifest: Manifest) -> PlannedStep | None:
         """Return the step; None if the package was cut at given points, or into equal numbers of segments."""
         plan = manifest.prediction
-        return None if plan is None else cls(plan.schedule, plan.placement, plan.microbatches)
+        return None if plan is None else cls(plan.schedule, plan.placement, plan.microbatches, plan.order)
 
     @property
     def ranks(self) -> int:
         return len(set(self.placement))
 
-    @property
-    def is_buildable(self) -> bool:
-        """Whether `build` makes this schedule from its name and numbers; otherwise its order is in a file."""
+    def to_schedule(self) -> Schedule | None:
+        """Return the schedule; None if neither the plan nor the name has its order, which is in a file then."""
+        if self.order:
+            return from_csv("\n".join(self.order) + "\n", self.schedule, transfers=False)
         try:
             schedule = build(self.schedule, self.ranks, self.microbatches, len(self.placement) // self.ranks)
         except ScheduleError:
-            return False
-        return schedule.placement == self.placement
+            return None
+        return schedule if schedule.placement == self.placement else None
 
     def is_of(self, schedule: Schedule) -> bool:
         """Whether this is a step of the schedule."""
-        return PlannedStep(schedule.name, tuple(schedule.placement), schedule.microbatches) == self
+        order = unnamed_order(schedule) if self.order else ()
+        return PlannedStep(schedule.name, tuple(schedule.placement), schedule.microbatches, order) == self
 
     def __str__(self) -> str:
         return describe_step(self.schedule, self.microbatches, self.ranks)

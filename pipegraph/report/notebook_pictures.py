@@ -69,11 +69,10 @@ def timeline_svg(timeline: Timeline) -> str | None:
 
 
 def _planned(package: Package) -> Schedule:
-    """Return the schedule that a package was planned for, if its name and numbers make it, else 1f1b."""
+    """Return the schedule that a package was planned for, or 1f1b if that is in a file."""
     stages, planned = len(package.manifest.stages), PlannedStep.from_manifest(package.manifest)
-    if planned is None or not planned.is_buildable:
-        return build("1f1b", stages, planned.microbatches if planned else stages)
-    return build(planned.schedule, planned.ranks, planned.microbatches, stages // planned.ranks)
+    schedule = planned.to_schedule() if planned is not None else None
+    return schedule or build("1f1b", stages, planned.microbatches if planned is not None else stages)
 
 
 def _fitting(drawing: Drawing, name: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -37,6 +37,17 @@ class Placement:
 
 PLACEMENTS: Mapping[str, Placement] = MappingProxyType({"loop": Placement(loop, 1, True), "v": Placement(v, 2, False)})
 """by name"""
+
+
+def placement_name(placement: Sequence[int]) -> str | None:
+    """Return the name of a placement; None if `PLACEMENTS` does not have it."""
+    ranks = max(placement) + 1
+    chunks, remainder = divmod(len(placement), ranks)
+    for name, kind in PLACEMENTS.items():
+        is_possible = chunks == kind.chunks or (chunks > kind.chunks and kind.any_chunks)
+        if not remainder and is_possible and kind.places(ranks, chunks) == tuple(placement):
+            return name
+    return None
 
 
 def chain(stages: int) -> tuple[Edge, ...]:

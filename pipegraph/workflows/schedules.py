@@ -24,7 +24,7 @@ def choose_schedule(
 
     Args:
         package: whose stages are run.
-        schedule: a name or a CSV file; by default the package's plan, if a name and numbers make it, else 1f1b.
+        schedule: a name or a CSV file; by default the package's plan, or 1f1b without one.
         microbatches: of a step; by default the plan's, else as many as stages.
         ranks: for schedules with any number of stages on a rank; by default the plan's.
 
@@ -32,8 +32,11 @@ def choose_schedule(
         ScheduleError: there is no such schedule for these stages.
     """
     stages, planned = len(package.manifest.stages), PlannedStep.from_manifest(package.manifest)
+    planned_schedule = planned.to_schedule() if planned is not None else None
+    if schedule is None and planned_schedule is not None and planned is not None and planned.order:
+        return resolve_schedule(planned_schedule, microbatches, stages, processes=None)
     if schedule is None:
-        schedule = planned.schedule if planned and planned.is_buildable else "1f1b"
+        schedule = planned_schedule.name if planned_schedule is not None else "1f1b"
     if not schedule.endswith(".csv"):
         if microbatches is None:
             microbatches = planned.microbatches if planned else stages

@@ -162,6 +162,25 @@ def test_tokens_are_divided_with_sequence_parallelism(costs: LayoutCosts) -> Non
     assert all((share.forward, share.backward) == (other.forward, other.backward) for share, other in exchanges)
 
 
+@pytest.mark.parametrize("overlap", [0.25, 1.0])
+def test_a_part_of_the_exchanges_is_hidden_behind_products(costs: LayoutCosts, overlap: float) -> None:
+    """At most as much as the products take."""
+    hardware = structs.replace(A100, tp_overlap=overlap)
+    overlapped = replace(costs, hardware=hardware)
+    pairs = zip(costs.chain(0, 2, 2), overlapped.chain(0, 2, 2), costs.shares, strict=True)
+    exchanges = 0
+    for waiting, beside, share in pairs:
+        forward, backward = share.exchange_seconds(A100, 2, 1)
+        for exchange, whole, part in (
+            (forward, waiting.forward, beside.forward),
+            (backward, waiting.input_grad, beside.input_grad),
+        ):
+            exchanges += exchange > 0
+            assert part == pytest.approx(whole - min(overlap * exchange, whole - exchange))
+        assert beside.weight_grad == waiting.weight_grad
+    assert exchanges
+
+
 def test_tp_divides_experts_embeddings_and_heads() -> None:
     """Each has an exchange before and after it; the head gathers its output."""
     model = mesh_mixture.build("transposed experts")

@@ -53,7 +53,7 @@ class ClassLines:
         return type(self._captured.modules[fqn].module) in self._steps
 
     def executed(self, fqn: str) -> ExecutedLines:
-        """The lines of the model, with those of the class of a module in the place of its own."""
+        """The lines of the model, with those of the class of a module for the lines of the module."""
         assert self._captured.lines is not None
         steps = self._steps[type(self._captured.modules[fqn].module)]
         return replace(self._captured.lines, modules={**self._captured.lines.modules, fqn: steps})

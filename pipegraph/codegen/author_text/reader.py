@@ -616,7 +616,7 @@ def _check_part(statement: ast.stmt, numbers: frozenset[int], stage_part: StageP
 
 
 def is_of_model(function: FunctionType) -> bool:
-    """Return whether a function is none of torch."""
+    """Return whether a function is not one of torch."""
     return not (function.__module__ or "").startswith("torch.")
 
 

@@ -31,12 +31,12 @@ def with_common_text(variants: Sequence[ClassVariant]) -> list[ClassVariant]:
     rows = list(zip(*map(_lines, texts), strict=True))
     if any(len(set(row)) > 1 and not _may_be_common(row, at[1]) for row, at in zip(rows, texts[0].places, strict=True)):
         return list(variants)
-    taken = {word for text in texts for function in text.functions for word in re.findall(r"\w+", function)}
+    words = {word for text in texts for function in text.functions for word in re.findall(r"\w+", function)}
     names: dict[Numbers, str] = {}
     for row in rows:
         for numbers in zip(*map(_NUMBER.findall, row), strict=True):
             if len(set(numbers)) > 1 and numbers not in names:
-                names[numbers] = unused(_SIZE, taken | set(names.values()))
+                names[numbers] = unused(_SIZE, words | set(names.values()))
     lines = iter([_common_line(row, names) for row in rows])
     functions = tuple("\n".join(next(lines) for _ in range(_count(function))) for function in texts[0].functions)
     common = replace(texts[0], functions=functions)

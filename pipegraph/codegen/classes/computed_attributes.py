@@ -29,7 +29,7 @@ def with_computed_numbers(
     fractions = {name for name, value in attributes.items() if _is_fraction(value)}
     if not fractions:
         return dict(attributes)
-    known: dict[str, Number] = {
+    numbers: dict[str, Number] = {
         **author_numbers(init, author_arguments_of(type(module))),
         **attribute_numbers(vars(module)),
     }
@@ -37,7 +37,7 @@ def with_computed_numbers(
     for name, expression in attributes_assigned(type(module)):
         if name not in fractions:
             continue
-        evaluation = evaluated(expression, {}, partial(_variable, known))
+        evaluation = evaluated(expression, {}, partial(_variable, numbers))
         if evaluation is not None and literal(evaluation[0]) == attributes[name]:
             computed[name] = evaluation[1]
     return computed
@@ -47,13 +47,13 @@ def _is_fraction(value: Expression) -> bool:
     return isinstance(value, Literal) and value.is_number and isinstance(ast.literal_eval(value.text), float)
 
 
-def _variable(known: Mapping[str, Number], node: ast.expr) -> Evaluation | None:
+def _variable(numbers: Mapping[str, Number], node: ast.expr) -> Evaluation | None:
     """The number in a variable of the constructor, or in an attribute; a square root of one."""
     match node:
-        case ast.Name(name) | ast.Attribute(attr=name) if name in known:
-            return known[name], literal(known[name])
+        case ast.Name(name) | ast.Attribute(attr=name) if name in numbers:
+            return numbers[name], literal(numbers[name])
         case ast.Call(ast.Attribute(ast.Name("math"), "sqrt"), [argument], []):
-            evaluation = evaluated(argument, {}, partial(_variable, known))
+            evaluation = evaluated(argument, {}, partial(_variable, numbers))
             if evaluation is not None and evaluation[0] >= 0:
                 return math.sqrt(evaluation[0]), call("math.sqrt", evaluation[1])
     return None

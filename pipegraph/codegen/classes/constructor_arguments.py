@@ -241,7 +241,7 @@ class _NumberChange:
         match statement:
             case Assign(targets=(Attribute(owner=owner, name=name),)) if owner == SELF and names is not None:
                 self._attribute = name
-                calls = (_class_made(node) for node in statement.walk() if isinstance(node, FunctionCall))
+                calls = (_class_name(node) for node in statement.walk() if isinstance(node, FunctionCall))
                 self._counts = Counter(calls)
         self._begun: Counter[str] = Counter()
 
@@ -263,19 +263,19 @@ class _NumberChange:
 
     def _changed_call(self, call: FunctionCall) -> FunctionCall:
         assert self._names is not None
-        made = _class_made(call)
-        index, count = self._begun[made], self._counts[made]
-        self._begun[made] += 1
+        class_name = _class_name(call)
+        index, count = self._begun[class_name], self._counts[class_name]
+        self._begun[class_name] += 1
         arguments: list[Argument] = []
         for position, argument in enumerate(call.arguments):
             parameter = argument.name or position_name(position)
-            name = self._names.name(self._attribute, made, parameter, index, count)
+            name = self._names.name(self._attribute, class_name, parameter, index, count)
             arguments.append(self._changed_argument(argument, name))
         function = self.changed(call.function)
         return replace(call, function=function, arguments=tuple(arguments))
 
 
-def _class_made(call: FunctionCall) -> str:
+def _class_name(call: FunctionCall) -> str:
     """The name of the class that a call makes, without the number of a class of several under one name."""
     return call.function.text.rpartition(".")[2].rstrip("0123456789") or call.function.text
 

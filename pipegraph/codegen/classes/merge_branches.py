@@ -175,11 +175,11 @@ class _ModuleArguments:
 
     def shared(self, values: Sequence[Expression | None], name: str) -> Sequence[Expression]:
         """The value of an attribute in each class, alike but for numbers, with arguments for what differs in it."""
-        before = dict(self.values)
+        values_of_others = dict(self.values)
         inside = self._inside(values, name) if None not in values else None
-        if inside is not None and len(self.values) - len(before) <= _MOST_INNER:
+        if inside is not None and len(self.values) - len(values_of_others) <= _MOST_INNER:
             return inside
-        self.values = before
+        self.values = values_of_others
         return self._argument(values, name)
 
     def _inside(self, values: Sequence[Any], name: str) -> Sequence[Expression] | None:
@@ -228,7 +228,7 @@ def _are_alike(nodes: Sequence[Node]) -> bool:
 
 
 def _aligned(inits: Sequence[Sequence[Statement]]) -> list[tuple[Statement | None, ...]]:
-    """The statements of constructors side by side: those that assign one attribute, with None where there is none."""
+    """The statements of constructors that assign the same attribute, with None for a constructor without one."""
     by_key = [{_key(statement): statement for statement in init} for init in inits]
     order: list[object] = []
     for keys in sorted(by_key, key=len, reverse=True):

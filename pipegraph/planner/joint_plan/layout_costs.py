@@ -395,9 +395,15 @@ class LayoutCosts:
             return scaled
         saved_parts = _kept_parts(self, option)
         return [
-            _divided(cost, share, parts, tp, time, *share.exchange_seconds(self.hardware, tp, 1 + growth))
+            _divided(cost, share, parts, tp, time, *self._exposed(share, tp, 1 + growth, cost, time))
             for cost, share, parts, time in zip(scaled, self.shares, saved_parts, _times_left(self, tp), strict=True)
         ]
+
+    def _exposed(self, share: TensorShare, tp: int, rows: float, cost: SegmentCost, time: float) -> tuple[float, float]:
+        """The seconds that the exchanges of F and of I add to a segment whose products take the part ``time``."""
+        forward, backward = share.exchange_seconds(self.hardware, tp, rows)
+        exposed = self.hardware.exposed_exchange
+        return exposed(forward, cost.forward * time), exposed(backward, cost.input_grad * time)
 
 
 @lru_cache(maxsize=64)
