@@ -246,3 +246,29 @@ def test_numbers_of_statements_from_the_graph_are_arguments(tmp_path: Path) -> N
     assert text.count("class Shaped") == 1
     assert "nn.ModuleList([Shaped(12), Shaped(6)])" in text
     assert "x = x.unflatten(1, (-1, self.size)) + 1" in text
+
+
+class Windowed(nn.Module):
+    """Reads its number in one kind of layer alone."""
+
+    def __init__(self, number: int, kind: str) -> None:
+        super().__init__()
+        self.number, self.kind = number, kind
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "window":
+            x = torch.roll(x, self.number, dims=0)
+        return self.norm(x)
+
+
+def test_a_number_that_a_module_does_not_read_is_none(tmp_path: Path) -> None:
+    """Equal modules share their kernels, which a number that nothing reads would keep apart."""
+    model = nn.Sequential(*(Windowed(number, "window" if number == 2 else "all") for number in range(5)))
+    inputs = (torch.randn(3, 8),)
+    package = split(tmp_path, model, inputs, cut="3")
+    assert differences(package, model, inputs) == []
+    text = source(package)
+    assert text.count("class Windowed") == 1
+    assert 'Windowed(kind="window", number=2)' in text
+    assert text.count('Windowed(kind="all")') == 3  # 0, 1, and a comprehension for 3 and 4

@@ -554,6 +554,8 @@ class _Text:
             if is_taken or name in self._registered():
                 name = f"{first.attr}_{name}"
             self._edits.append(replacement(outer, f"self.{name}"))
+        if id(node) in self._absent:
+            return  # this module does not read it
         if self._names.attributes.setdefault(name, written) != written:
             raise UnwritableError(f"self.{name} would be two things")
 

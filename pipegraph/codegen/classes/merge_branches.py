@@ -135,7 +135,8 @@ def _group(members: Sequence[ClassSource]) -> _Group | None:
     statements = _aligned([variant.init for variant in variants])
     arguments = _ModuleArguments(len(members))
     inits: list[list[Statement]] = [[] for _ in members]
-    for row in statements:
+    for keyed_row in statements:
+        row = _with_unread(keyed_row, members)
         present = [statement for statement in row if statement is not None]
         if len(present) == len(row) and _are_alike(present):
             for init, statement in zip(inits, present, strict=True):
@@ -240,6 +241,18 @@ def _aligned(inits: Sequence[Sequence[Statement]]) -> list[tuple[Statement | Non
                 order.insert(place, key)
                 place += 1
     return [tuple(statements.get(key) for statements in by_key) for key in order]
+
+
+def _with_unread(row: Sequence[Statement | None], members: Sequence[ClassSource]) -> Sequence[Statement | None]:
+    """Statements that assign an attribute; those of the classes that do not read it, too, if all have the same value.
+
+    Otherwise these have None for it: modules that differ in what they do not read would not share their kernels.
+    """
+    present = [statement for statement in row if statement is not None]
+    name = _attribute_in(present)
+    values = {member.attributes.get(name or "") for member in members}
+    is_same = len(present) < len(row) and len(set(present)) == 1 and len(values) == 1 and None not in values
+    return [present[0]] * len(row) if is_same else row
 
 
 def _key(statement: Statement) -> object:
