@@ -87,12 +87,14 @@ def test_show_draws_the_planned_schedule(pipegraph: Command, planned: Path) -> N
 
 
 def test_the_plan_of_a_schedule_from_a_file(pipegraph: Command, tmp_path: Path) -> None:
-    """Its name makes no schedule: the default runs, and the file is asked for."""
+    """The package holds its order, which runs by default."""
     file, out = tmp_path / "mine.csv", tmp_path / "out"
     assert pipegraph("schedule", "zb-h1", "--ranks", 2, "--microbatches", 3, "--csv", file).code == 0
     split = pipegraph("split", CHAIN, "--stages", 2, "--schedule", file, "--microbatches", 3, "-o", out)
     assert split.code == 0, split.err
-    done = pipegraph("run", out, *AUTOGRAD, "--nproc", 1)
-    assert "The plan was mine with 3 microbatches on 2 ranks, and this was 1f1b with 3 microbatches" in done.out
-    assert "--schedule with the plan's CSV file" in done.out
+    done = pipegraph("run", out, *AUTOGRAD, "--nproc", 1, "--json")
+    assert json.loads(done.out)["schedule"] == "mine"
     assert "The plan was" not in pipegraph("run", out, *AUTOGRAD, "--nproc", 1, "--schedule", file).out
+    other = pipegraph("run", out, *AUTOGRAD, "--nproc", 1, "--schedule", "1f1b").out
+    assert "The plan was mine with 3 microbatches on 2 ranks, and this was 1f1b with 3 microbatches" in other
+    assert "without --schedule" in other
