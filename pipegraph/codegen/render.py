@@ -15,7 +15,7 @@ import jinja2
 
 from pipegraph.codegen.initial_values import InitialValues
 from pipegraph.codegen.names.model_names import prose
-from pipegraph.codegen.syntax.expressions import Expression, ModuleInvocation, Name
+from pipegraph.codegen.syntax.expressions import Expression, FunctionCall, ModuleInvocation, Name
 from pipegraph.codegen.syntax.line_breaks import LINE_LENGTH, wrap
 from pipegraph.codegen.syntax.statements import (
     Assign,
@@ -159,11 +159,11 @@ def _class_lines(source: ClassSource, classes: Mapping[str, ClassSource]) -> lis
     if source.init or source.children or source.forward:
         head.append("")
     if source.init or source.children:
-        children = ", ".join(child.text for child in source.children)
+        constructor = FunctionCall(Name("super().__init__"), source.children)
         with_defaults = (f"{name}={value.text}" for name, value in source.defaults.items())
         parameters = ", ".join(("self", *source.init_parameters, *with_defaults))
         head += wrap(f"def __init__({parameters}):", 4)
-        head += [*wrap(f"super().__init__({children})", 8), *lines(source.init, 8)]
+        head += [*wrap(constructor.text, 8), *lines(source.init, 8)]
     head += _apply_lines([statement for statement in source.init if isinstance(statement, RegisterConstant)])
     if not source.forward:
         return [*head, *_hook_lines(source)]

@@ -213,6 +213,7 @@ class ReadNames:
         methods: the other methods of the class, by name → their text, with decorators of ``property`` and the like.
         mixed_methods: those of which some statements are written from the graph, which have no text in ``methods`` yet.
         attributes: of the module that are no tensors and no modules → their values.
+        base: the layer of torch whose ``forward`` the text calls by ``super()``; None without one.
         attributes_set: the attributes that the text sets.
         children: attributes that are modules, and attributes of containers of modules: ``transformer.wte``.
         functions: of the model's source → their text, each after those that it calls.
@@ -228,6 +229,7 @@ class ReadNames:
     methods: dict[str, tuple[TextLine, ...]] = field(default_factory=dict)
     mixed_methods: dict[str, MixedMethod] = field(default_factory=dict)
     attributes: dict[str, Expression] = field(default_factory=dict)
+    base: type[nn.Module] | None = None
     attributes_set: set[str] = field(default_factory=set)
     children: set[str] = field(default_factory=set)
     functions: dict[str, str] = field(default_factory=dict)

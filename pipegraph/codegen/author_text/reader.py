@@ -57,6 +57,7 @@ from pipegraph.codegen.author_text.statements import (
 )
 from pipegraph.codegen.syntax.expressions import Name, literal
 from pipegraph.graph.captured import ExecutedLines, LineStep
+from pipegraph.graph.model_structure import is_layer_of_torch
 
 
 def names_of_module(module: nn.Module, fqn: str, lines: ExecutedLines, surroundings: ForwardSurroundings) -> ReadNames:
@@ -210,6 +211,22 @@ class _SourceReader:
         decorators = [TextLine(decorator, 0) for decorator in self._decorators(cut)]
         return [*decorators, *_Text(self, function, cut.lines).resolved()]
 
+    def base_of(self, function: FunctionType, calls: Sequence[str], count: int) -> type[nn.Module]:
+        """The layer of torch that has the methods that a method calls by ``super()``.
+
+        Raises:
+            UnwritableError: it uses ``super()`` otherwise, or a class of the model has such a method.
+        """
+        if self._module is None or self._surroundings.stage_part is not None or [*calls] != ["forward"] * count:
+            raise UnwritableError("it uses super")
+        classes = type(self._module).__mro__
+        places = [at for at, owner in enumerate(classes) if _code_of(owner, function.__name__) is function.__code__]
+        bases = classes[places[0] + 1 :] if places else ()
+        base: type[nn.Module] | None = next((owner for owner in bases if "forward" in vars(owner)), None)
+        if base is None or not is_layer_of_torch(base) or base not in vars(nn).values():
+            raise UnwritableError("it uses super of a class of the model")
+        return base
+
     def has_run(self, function: FunctionType) -> bool:
         """Return whether a function of the model's source ran."""
         code = inspect.unwrap(function).__code__
@@ -256,6 +273,7 @@ class _Text:
 
     def __init__(self, reader: _SourceReader, function: FunctionType, lines: Sequence[TextLine]) -> None:
         self._reader, self._names, self._module = reader, reader._names, reader._module
+        self._function = function
         namespace = self._namespace = function.__globals__
         self._lines, self._tree = with_known_annotations(lines, parsed(lines), namespace)
         tree = self._tree
@@ -478,6 +496,10 @@ class _Text:
             attribute = ast.Attribute(test.args[0], ast.literal_eval(test.args[1]), ast.Load())
             if self._module is not None and hasattr(self._module, attribute.attr):
                 self._read_attribute(attribute, {})
+        supers = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call) and _is_super(node)}
+        calls = [node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and _is_super(node.value)]
+        if supers:
+            self._names.base = self._reader.base_of(self._function, calls, len(supers))
         for node in ast.walk(tree):
             check_node(node)
             if isinstance(node, ast.Attribute) and is_self(node.value) and self._module is not None:
@@ -485,7 +507,7 @@ class _Text:
             elif isinstance(node, ast.Name) and not is_stored(node):
                 if node.id == SELF and self._module is not None and id(node) not in self._owners | tested:
                     raise UnwritableError("it hands itself on")
-                if node.id not in self._local:
+                if node.id not in self._local and id(node) not in supers:
                     self._read_global(node.id)
 
     # ---- attributes --------------------------------------------------------------------------------------------------
@@ -597,6 +619,15 @@ def _nodes_on(tree: ast.FunctionDef, lines: Sequence[TextLine], numbers: frozens
             yield from map(id, ast.walk(statement))
         else:
             waiting += (node for node in ast.walk(statement) if isinstance(node, ast.stmt) and node is not statement)
+
+
+def _code_of(owner: type, name: str) -> Any:
+    return getattr(inspect.unwrap(vars(owner).get(name, owner)), "__code__", None)
+
+
+def _is_super(node: ast.expr) -> bool:
+    """Return whether an expression is ``super()``."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super" and not node.args
 
 
 def _tests_attribute(node: ast.Call) -> bool:

@@ -38,8 +38,10 @@ from pipegraph.codegen.expressions.module_tree import (
 )
 from pipegraph.codegen.expressions.operation import common_regions
 from pipegraph.codegen.expressions.torch_modules import (
+    BaseClass,
     CallArguments,
     author_arguments,
+    base_class,
     module_constructor,
     recorded_arguments,
     torch_module_call,
@@ -65,7 +67,7 @@ from pipegraph.codegen.names.author_arguments import author_arguments_of
 from pipegraph.codegen.names.identifiers import class_name, outer_names, relative, unused, unused_class
 from pipegraph.codegen.names.model_names import ModelNames
 from pipegraph.codegen.names.source_statements import SourceStatements
-from pipegraph.codegen.syntax.expressions import SELF, Attribute, Expression, FunctionCall, call
+from pipegraph.codegen.syntax.expressions import SELF, Argument, Attribute, Expression, FunctionCall, call
 from pipegraph.codegen.syntax.statements import (
     Assign,
     ClassSource,
@@ -111,6 +113,7 @@ class AuthorText(NamedTuple):
         init: the statements of ``__init__`` after ``super().__init__()``.
         tree, modules: the modules.
         has_author_results: as `AuthorClass` has it.
+        base: the class that it derives from.
     """
 
     source: SourceText
@@ -118,6 +121,7 @@ class AuthorText(NamedTuple):
     tree: ModuleTree
     modules: Modules
     has_author_results: bool
+    base: BaseClass
 
 
 class StageContents(NamedTuple):
@@ -356,7 +360,8 @@ class BlockClasses:
         inside = Modules(fqns.union(f"{fqn}.{name}" for name in children), run, of_torch)
         if type(module) is nn.Sequential:
             return call("nn.Sequential", *repeated_sequence(children)), inside
-        parts = {"base": "nn.Sequential", "children": (modules := sequence(children))}
+        modules = sequence(children)
+        parts = {"base": "nn.Sequential", "children": tuple(map(Argument, modules))}
         return call(self._add(called, ("nn.Sequential", *modules), lambda: parts).name), inside
 
     def _does_nothing(self, fqn: str) -> bool:
@@ -409,8 +414,14 @@ class BlockClasses:
         general: ClassVariant | None = None
         if stage_part is None and self._forms.joins_branches(self._form_name(fqn)):
             general = self._general_variant(members, called, variables, text)
-        parts = {"init": text.init, "forward": (text.source,), "general": general}
-        source = self._add(called, (text.init, text.source, general), lambda: parts)
+        parts = {
+            "base": text.base.name,
+            "children": text.base.arguments,
+            "init": text.init,
+            "forward": (text.source,),
+            "general": general,
+        }
+        source = self._add(called, (text.base, text.init, text.source, general), lambda: parts)
         fqns, run, of_torch = text.modules
         constructor = call(source.name), Modules(fqns | {fqn}, run | {fqn}, of_torch)
         parameters = None if stage_part is None else tuple(stage_part.parameters.values())
@@ -492,7 +503,9 @@ class BlockClasses:
             if name in members.state
         }
         children = {relative(name, fqn): constructor for name, (constructor, _) in constructors.items()}
-        module_tree = self._tree(fqn, children | self._uncalled_leaves(fqn, state, children), state)
+        base = self._base(fqn, names)
+        own_state = {name: entry for name, entry in state.items() if "." in name or name not in base.tensors}
+        module_tree = self._tree(fqn, children | self._uncalled_leaves(fqn, own_state, children), own_state)
         if module_tree.container is not nn.Module:
             raise UnwritableError("its children have names that are no attributes")
         numbers: ModuleNumbers | None = None
@@ -513,11 +526,22 @@ class BlockClasses:
         for name, value in (numbers.used if numbers is not None else {}).items():
             if attributes.setdefault(name, value) != value:
                 raise UnwritableError(f"self.{name} would be two things")
+        attributes = {name: value for name, value in attributes.items() if name not in base.settings}
         init = self._constructor(fqn, attributes, module_tree)
         source = self._shared_names.text_of(names, forward, written)
         inside = [modules for _, modules in constructors.values()]
         fqns, run, of_torch = (frozenset[str]().union(*(modules[part] for modules in inside)) for part in range(3))
-        return AuthorText(source, init, module_tree, Modules(fqns, run, of_torch), text.has_author_results)
+        modules = Modules(fqns, run, of_torch)
+        return AuthorText(source, init, module_tree, modules, text.has_author_results, base)
+
+    def _base(self, fqn: str, names: ReadNames) -> BaseClass:
+        """The class that the class of a module derives from. Raises UnwritableError."""
+        if names.base is None:
+            return BaseClass()
+        base = base_class(names.base, self._captured.modules[fqn].module)
+        if base is None:
+            raise UnwritableError(f"a {names.base.__name__} with its settings cannot be made")
+        return base
 
     def _constructor(self, fqn: str, attributes: Mapping[str, Expression], tree: ModuleTree) -> tuple[Statement, ...]:
         """The statements of ``__init__`` of the class of a module: those that assign attributes, and its children."""

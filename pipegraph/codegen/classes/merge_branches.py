@@ -129,7 +129,8 @@ def _group(members: Sequence[ClassSource]) -> _Group | None:
     """Classes as one class; None if they are several, or if one class with arguments reads worse."""
     variants = [member.general for member in members if member.general is not None]
     variants = with_common_text(variants)
-    if len(variants) < len(members) or len({variant.text for variant in variants}) > 1:
+    bases = {(member.base, tuple(map(without_numbers, member.children))) for member in members}
+    if len(variants) < len(members) or len({variant.text for variant in variants}) > 1 or len(bases) > 1:
         return None
     text = variants[0].text
     statements = _aligned([variant.init for variant in variants])

@@ -91,7 +91,7 @@ def _merge_sequences(
     """
     groups: dict[str, list[ClassSource]] = {}
     for block in classes:
-        if block.children:
+        if block.children and block.base == "nn.Sequential":
             groups.setdefault(block.model_class, []).append(block)
     members = {member.name: member for group in groups.values() if len(group) > 1 for member in group}
     if not members:
@@ -107,7 +107,7 @@ def _merge_sequences(
         def passed(node: Any) -> Any:
             return arguments.get(node.text, node) if isinstance(node, Name) else node.rebuilt(passed)
 
-        return call(first[member.name], *(changed_node(passed(child), constructor) for child in member.children))
+        return call(first[member.name], *(changed_node(passed(child.value), constructor) for child in member.children))
 
     blocks = [
         replace(source, children=(), init_parameters=(), defaults={}) if source.name in first else source

@@ -23,6 +23,7 @@ from pipegraph.codegen.names.identifiers import is_plain, outer_names, relative,
 from pipegraph.codegen.names.model_names import prose, signature
 from pipegraph.codegen.syntax.expressions import (
     SELF,
+    Argument,
     Attribute,
     Expression,
     FunctionCall,
@@ -139,7 +140,7 @@ def stage_class(plan: Plan, blocks: BlockClasses, stage: StageGraph, names: Mapp
         name=f"Stage{stage.index}",
         docstring=_docstring(plan, stage, written.parameters, results),
         base=f"nn.{(tree.container if in_turn is None else nn.Sequential).__name__}",
-        children=repeated_sequence(in_turn) if in_turn is not None else (),
+        children=tuple(map(Argument, repeated_sequence(in_turn))) if in_turn is not None else (),
         init=(*init, *settings) if in_turn is None else (),
         parameters=tuple(written.parameters),
         forward=body if in_turn is None else (),

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -58,8 +58,40 @@ def module_constructor(module: nn.Module) -> FunctionCall | None:
     if any(True for _ in module.children()) and not _is_attention(module):
         return None
     values = _constructor_arguments(cls, module)
-    if values is None or not _makes_equal(cls, values, module):
+    return None if values is None or not _makes_equal(cls, values, module) else _constructor_call(cls, values)
+
+
+class BaseClass(NamedTuple):
+    """The class that a written class derives from.
+
+    Attributes:
+        name, arguments: of the class, and of its constructor.
+        tensors, settings: the parameters and buffers, and the attributes, that the constructor makes.
+    """
+
+    name: str = "nn.Module"
+    arguments: tuple[Argument, ...] = ()
+    tensors: frozenset[str] = frozenset()
+    settings: frozenset[str] = frozenset()
+
+
+def base_class(layer: type[nn.Module], module: nn.Module) -> BaseClass | None:
+    """``nn.Embedding`` with its arguments, for a module of a class that derives from this layer of torch.
+
+    None if the constructor would not make what the module has of it.
+    """
+    values = _constructor_arguments(layer, module)
+    twin = _twin(layer, values) if values is not None else None
+    written = _constructor_call(layer, values) if values is not None else None
+    if twin is None or written is None:
         return None
+    settings, shapes = _settings(twin), _shapes(twin)
+    if not (settings.items() <= _settings(module).items() and shapes.items() <= _shapes(module).items()):
+        return None
+    return BaseClass(written.function.text, written.arguments, frozenset(shapes), frozenset(settings))
+
+
+def _constructor_call(cls: type[nn.Module], values: Mapping[str, Any]) -> FunctionCall | None:
     arguments: list[Argument] = []
     for name, entry in _parameters(cls).items():
         try:
@@ -130,12 +162,17 @@ def _shortened(cls: type[nn.Module], name: str, value: Any) -> Any:
 
 def _makes_equal(cls: type[nn.Module], arguments: dict[str, Any], module: nn.Module) -> bool:
     """Return whether the constructor with these arguments makes a module of the same settings and state."""
+    twin = _twin(cls, arguments)
+    return twin is not None and _settings(twin) == _settings(module) and _shapes(twin) == _shapes(module)
+
+
+def _twin(cls: type[nn.Module], arguments: dict[str, Any]) -> nn.Module | None:
+    """What a constructor makes, without memory; None if it refuses the arguments."""
     try:
         with torch.device("meta"):
-            twin = cls(**arguments)
+            return cls(**arguments)
     except (TypeError, ValueError, RuntimeError):
-        return False
-    return _settings(twin) == _settings(module) and _shapes(twin) == _shapes(module)
+        return None
 
 
 def _settings(module: nn.Module) -> dict[str, Any]:

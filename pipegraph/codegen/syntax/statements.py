@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from pipegraph.codegen.names.author_arguments import AuthorArguments
-from pipegraph.codegen.syntax.expressions import Binary, Expression, FunctionCall, Node, unary
+from pipegraph.codegen.syntax.expressions import Argument, Binary, Expression, FunctionCall, Node, unary
 from pipegraph.codegen.syntax.line_breaks import LINE_LENGTH, wrap
 
 # Several results get brackets if they are longer than this.
@@ -326,7 +326,7 @@ class ClassSource:
     base: str = "nn.Module"
     init_parameters: tuple[str, ...] = ()
     defaults: Mapping[str, Expression] = field(default_factory=dict)
-    children: tuple[Expression, ...] = ()
+    children: tuple[Argument, ...] = ()
     init: tuple[Statement, ...] = ()
     parameters: tuple[str, ...] = ()
     forward: tuple[Statement, ...] = ()
