@@ -167,7 +167,7 @@ def _class_lines(source: ClassSource, classes: Mapping[str, ClassSource]) -> lis
     head += _apply_lines([statement for statement in source.init if isinstance(statement, RegisterConstant)])
     if not source.forward:
         return [*head, *_hook_lines(source)]
-    separator = [""] if source.init else []
+    separator = [""] if source.init or source.children else []
     if source.author_text is not None:
         forward = source.author_text.lines(4)
     else:
