@@ -391,6 +391,8 @@ class Hardware(Entry, frozen=True, kw_only=True):
         content: dict[str, Any] = msgspec.to_builtins(self)
         if self.measured_ratio == UNCORRECTED:
             del content["measured_ratio"]
+        if not self.tp_overlap:
+            del content["tp_overlap"]
         links = {name: value for name, value in content["links"].items() if value is not None}
         for holder, name in ((links, "intra_node"), (links, "inter_node"), (content, "host_link")):
             if holder.get(name) is not None:
