@@ -427,8 +427,8 @@ class Executor:
         self._hand_on(step, action, dict(zip((value.name for value in wiring.inputs), inputs, strict=True)))
         for edge in wiring.leaving:
             if self.has_stage(edge.consumer):
-                made_here = [(name, outputs[name]) for name in edge.names if name in outputs]
-                step.inputs[edge.consumer, microbatch].update(made_here)
+                computed = [(name, outputs[name]) for name in edge.names if name in outputs]
+                step.inputs[edge.consumer, microbatch].update(computed)
             else:
                 step.outgoing[stage, edge.consumer, microbatch] = [outputs[name] for name in edge.names]
         if forward.loss is not None:
