@@ -104,11 +104,15 @@ class OpenSizes(ast.NodeTransformer):
         return ast.copy_location(ast.UnaryOp(ast.USub(), ast.Constant(1)), node)
 
 
+_MAY_SKIP = (ast.IfExp, ast.BoolOp, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+"""Expressions that may not evaluate their parts."""
+
+
 def _functions_called(node: ast.expr) -> Iterator[ast.expr]:
     """The functions that an expression calls whenever it is evaluated."""
     if isinstance(node, ast.Call):
         yield node.func
-    if not isinstance(node, (ast.IfExp, ast.BoolOp, ast.Lambda, ast.ListComp, ast.GeneratorExp)):
+    if not isinstance(node, _MAY_SKIP):
         for child in ast.iter_child_nodes(node):
             yield from _functions_called(child) if isinstance(child, ast.expr) else ()
 

@@ -57,6 +57,7 @@ from pipegraph.codegen.author_text.statements import (
 )
 from pipegraph.codegen.syntax.expressions import Name, literal
 from pipegraph.graph.captured import ExecutedLines, LineStep
+from pipegraph.graph.export.executed_lines import is_of_model
 from pipegraph.graph.model_structure import is_layer_of_torch
 
 
@@ -227,10 +228,11 @@ class _SourceReader:
             raise UnwritableError("it uses super of a class of the model")
         return base
 
-    def has_run(self, function: FunctionType) -> bool:
-        """Return whether a function of the model's source ran."""
+    def may_have_run(self, function: FunctionType) -> bool:
+        """Return whether a function ran, or is in a file whose lines are not recorded."""
         code = inspect.unwrap(function).__code__
-        return bool(self._lines.functions.get((code.co_filename, code.co_firstlineno)))
+        ran = bool(self._lines.functions.get((code.co_filename, code.co_firstlineno)))
+        return ran or not is_of_model(code.co_filename)
 
     def absent_lines(self, file: str, lines: Iterable[TextLine]) -> frozenset[int]:
         """The numbers of the lines of a function that other modules of the class run, and this module does not."""
@@ -292,7 +294,7 @@ class _Text:
 
         def ran(function: ast.expr) -> bool:
             value = self._namespace.get(function.id) if isinstance(function, ast.Name) else None
-            return not isinstance(value, FunctionType) or not is_of_model(value) or self._reader.has_run(value)
+            return not isinstance(value, FunctionType) or self._reader.may_have_run(value)
 
         sides = UsedSides(ran)
         sides.visit(tree)
@@ -596,7 +598,7 @@ class _Text:
         imported = import_of(name, value)
         if imported is not None:
             self._names.imports[name] = imported
-        elif isinstance(value, FunctionType) and is_of_model(value):
+        elif isinstance(value, FunctionType) and not value.__module__.startswith("torch."):
             self._reader._add_function(value, name)
         elif isinstance(value, type) and issubclass(value, torch.autograd.Function) and value.__name__ == name:
             self._reader.add_autograd_function(name)
@@ -646,11 +648,6 @@ def _check_part(statement: ast.stmt, numbers: frozenset[int], stage_part: StageP
         raise UnwritableError("it is cut")
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
         raise UnwritableError("it describes more than the part")
-
-
-def is_of_model(function: FunctionType) -> bool:
-    """Return whether a function is not one of torch."""
-    return not (function.__module__ or "").startswith("torch.")
 
 
 _MISSING: Final = object()

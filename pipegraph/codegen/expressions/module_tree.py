@@ -13,7 +13,6 @@ from torch import nn
 from pipegraph.codegen.names.identifiers import is_number, is_plain
 from pipegraph.codegen.syntax.expressions import (
     SELF,
-    Argument,
     Attribute,
     Collection,
     Expression,
@@ -34,6 +33,8 @@ from pipegraph.codegen.syntax.statements import Assign, Evaluate, RegisterConsta
 from pipegraph.graph.captured import StateEntry
 
 _OF_PARAMETERS = (nn.ParameterList, nn.ParameterDict)
+_COPIES = "[{} for _ in {}]"  # the template of equal modules
+_FEW_COPIES = 4  # that may stand one by one
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, *_OF_PARAMETERS)
 # Bytes of an element → whole numbers of that width. A complex128 is 16 of them; without dimensions it has no such view.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.uint8}
@@ -272,7 +273,7 @@ def _in_order(values: Sequence[Expression]) -> tuple[Expression, ...]:
         if count < _REPEATED:
             elements += values[start:stop]
         else:
-            elements.append(Template("*[{} for _ in {}]", (values[start], call("range", literal(count)))))
+            elements.append(Template(f"*{_COPIES}", (values[start], call("range", literal(count)))))
     return tuple(elements)
 
 
@@ -308,8 +309,8 @@ def _numbered(element: Expression, numbers: Sequence[int]) -> Expression:
 
 
 def _comprehension(element: Expression, children: Mapping[str, FunctionCall]) -> Expression:
-    variable = "_" if len(set(children.values())) == 1 else _INDEX.name
-    return Template(f"[{{}} for {variable} in {{}}]", (element, call("range", literal(len(children)))))
+    template = _COPIES if len(set(children.values())) == 1 else f"[{{}} for {_INDEX.name} in {{}}]"
+    return Template(template, (element, call("range", literal(len(children)))))
 
 
 def _element(numbers: Sequence[int], constructors: Sequence[FunctionCall]) -> Expression | None:
@@ -332,31 +333,29 @@ def _element(numbers: Sequence[int], constructors: Sequence[FunctionCall]) -> Ex
     return conditional(chosen, test.expression(_INDEX), other_constructor)
 
 
-_FEW_COPIES = 4
-
-
 def expanded(node: Any) -> Any:
     """An expression with the copies of short comprehensions one by one: ``[Block(), Block()]``."""
-    match node:
-        case Template(
-            template="[{} for _ in {}]", operands=(element, FunctionCall(arguments=(Argument(value=count),)))
-        ):
-            copies = int(count.text) if count.text.isdigit() else _FEW_COPIES + 1
-            if copies <= _FEW_COPIES:
-                return Collection((expanded(element),) * copies, "[]")
+    if isinstance(node, Template) and node.template == _COPIES:
+        return _copies(node.operands) or node
     node = node.rebuilt(expanded)
     if isinstance(node, Collection) and node.brackets == "[]":
-        return replace(node, items=tuple(item for entry in node.items for item in _spliced(entry)))
+        return replace(node, items=tuple(item for entry in node.items for item in _elements(entry)))
     return node
 
 
-def _spliced(entry: Expression) -> Sequence[Expression]:
+def _elements(entry: Expression) -> Sequence[Expression]:
     """The elements for which an element of a list stands: those of ``*[Block() for _ in range(2)]``."""
-    match entry:
-        case Template(template="*[{} for _ in {}]", operands=operands):
-            elements = expanded(Template("[{} for _ in {}]", operands))
-            return elements.items if isinstance(elements, Collection) else [entry]
-    return [entry]
+    copies = _copies(entry.operands) if isinstance(entry, Template) and entry.template == f"*{_COPIES}" else None
+    return [entry] if copies is None else copies.items
+
+
+def _copies(operands: Sequence[Expression]) -> Collection | None:
+    """The copies of a comprehension as a list; None if they are more than a few."""
+    element, times = operands
+    assert isinstance(times, FunctionCall)
+    count = times.arguments[0].value.text
+    is_short = count.isdigit() and int(count) <= _FEW_COPIES
+    return Collection((expanded(element),) * int(count), "[]") if is_short else None
 
 
 # ---- state access ----------------------------------------------------------------------------------------------------
