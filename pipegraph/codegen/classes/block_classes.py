@@ -10,22 +10,19 @@ from typing import NamedTuple
 
 from torch import fx, nn
 
-from pipegraph.codegen.author_text.class_lines import ClassLines
+from pipegraph.codegen.author_text.call_reader import CallReader
 from pipegraph.codegen.author_text.constructors import ChildConstructors, Constructor, state_names
 from pipegraph.codegen.author_text.cut import UnwritableError
 from pipegraph.codegen.author_text.forward_text import MixedText, Results, results_of
 from pipegraph.codegen.author_text.functions import add_function
 from pipegraph.codegen.author_text.names import (
-    ForwardSurroundings,
-    MixedMethod,
     MixedMethodError,
     ReadNames,
     SharedNames,
     StagePart,
     mixed_method,
 )
-from pipegraph.codegen.author_text.reader import names_of_module
-from pipegraph.codegen.author_text.variables import CallVariables, forward_line, unread_parameters, variables_by_call
+from pipegraph.codegen.author_text.variables import CallVariables
 from pipegraph.codegen.classes.computed_attributes import with_computed_numbers
 from pipegraph.codegen.classes.constructor_arguments import module_attributes
 from pipegraph.codegen.classes.sequences import constructors_in_sequence
@@ -64,7 +61,7 @@ from pipegraph.codegen.forward.statement_loops import roll_statements
 from pipegraph.codegen.forward.tensor_attributes import UnknownAttributeError
 from pipegraph.codegen.forward.write_forward import write_forward
 from pipegraph.codegen.names.author_arguments import author_arguments_of
-from pipegraph.codegen.names.identifiers import class_name, outer_names, relative, unused, unused_class
+from pipegraph.codegen.names.identifiers import class_name, outer_names, relative, unused_class
 from pipegraph.codegen.names.model_names import ModelNames
 from pipegraph.codegen.names.source_statements import SourceStatements
 from pipegraph.codegen.syntax.expressions import SELF, Argument, Attribute, Expression, FunctionCall, call
@@ -79,13 +76,10 @@ from pipegraph.codegen.syntax.statements import (
 from pipegraph.graph.calls import CallTree, CallValues, StageMembers, argument_place, call_tree, call_values, is_within
 from pipegraph.graph.captured import Captured, StateEntry
 from pipegraph.graph.custom_functions import applied_functions
-from pipegraph.graph.model_structure import is_layer_of_torch
 from pipegraph.graph.nodes import path_of
 from pipegraph.graph.partition.split_points import opened_calls
 from pipegraph.graph.partition.stages import StageGraph, local_name
 from pipegraph.graph.symbolic_size import UnknownSizeError
-from pipegraph.torch_private.export import call_name
-from pipegraph.torch_private.modules import has_forward_hooks
 
 # A call that reads no parameters gets no class if it has at most this many operations, or is only a part of one.
 _SMALL = 2
@@ -168,16 +162,15 @@ class BlockClasses:
         self._called = {fqn for node in captured.nodes for _, fqn in path_of(node)}
         self._by_structure: dict[tuple[object, ...], ClassSource] = {}
         self._author_classes: dict[tuple[int, str], AuthorClass | UnwritableError] = {}  # by stage and call
-        self._variable_places = variables_by_call(captured.nodes)
-        self._class_lines = ClassLines(captured, self.source)
         self._shared_names = SharedNames({class_name(entry.class_name) for entry in captured.modules.values()})
         for applied in applied_functions(captured.nodes):
             add_function(self._shared_names, applied.function)
-        self._autograd_functions = {
+        autograd_functions = {
             function.name: function.author_text
             for function in self._shared_names.functions
             if function.author_text is not None
         }
+        self._reader = CallReader(captured, self.source, forms.graph_lines, autograd_functions)
 
     def used_by(self, stages: Sequence[ClassSource]) -> tuple[ClassSource, ...]:
         """The classes that stages use, directly or through other classes, in an order in which each can be defined."""
@@ -205,8 +198,8 @@ class BlockClasses:
         called = CallValues(root, tuple(stage.nodes), tuple(stage.inputs), tuple(stage.outputs))
         text: AuthorText | None = None
         with suppress(UnwritableError):
-            variables = self._variables(root)
-            stage_part = self._stage_part(members, called, variables, parameters)
+            variables = self._reader.variables(root)
+            stage_part = self._reader.stage_part(members, called, variables, parameters)
             text = self._author_text(members, called, variables, stage_part, first)
             tree, modules, parameters = text.tree, text.modules, tuple(stage_part.parameters.values())
         self.called[stage.index] = modules.called
@@ -405,11 +398,11 @@ class BlockClasses:
     def _new_author_class(self, members: StageMembers, tree: CallTree) -> AuthorClass:
         fqn = tree.fqn
         called = call_values(self._captured, members, tree, unread=True)
-        variables = self._variables(tree)
+        variables = self._reader.variables(tree)
         stage_part: StagePart | None = None
         if not self.names.is_whole(tree):
             defaults = self.names.parameters(tree, called.reads)
-            stage_part = self._stage_part(members, called, variables, defaults)
+            stage_part = self._reader.stage_part(members, called, variables, defaults)
         text = self._author_text(members, called, variables, stage_part)
         general: ClassVariant | None = None
         if stage_part is None and self._forms.joins_branches(self._form_name(fqn)):
@@ -431,7 +424,7 @@ class BlockClasses:
         self, members: StageMembers, called: CallValues, variables: CallVariables, text: AuthorText
     ) -> ClassVariant | None:
         """The class with the branches that any module of it runs; None if that cannot be written."""
-        if self._class_lines.differ(called.tree.fqn):
+        if self._reader.modules_differ(called.tree.fqn):
             try:
                 text = self._author_text(members, called, variables, None, all_branches=True)
             except UnwritableError:
@@ -454,9 +447,15 @@ class BlockClasses:
             first: the statements with which its ``forward`` begins.
             all_branches: whether it has the branches that any module of the class runs.
         """
+        if not self._forms.has_author_text(self._form_name(called.tree.fqn)):
+            raise UnwritableError("it is written from the graph")
+
+        def check_child(name: str) -> None:
+            self._children_of_author(members, called.tree, {name})
+
         whole_methods = frozenset[str]()
         while True:
-            names = partial(self._author_names, members, called, variables, stage_part, all_branches)
+            names = partial(self._reader.names, members, called, variables, stage_part, all_branches, check_child)
             try:
                 return self._mixed_text(members, called, variables, stage_part, first, names(whole_methods))
             except MixedMethodError as error:
@@ -479,7 +478,7 @@ class BlockClasses:
         text = MixedText(names, variables, results, self.names.value_name, parameters)
         methods = {
             name: MixedText(
-                method, self._variables(tree, method.first_line), Results((), None, ()), self.names.value_name
+                method, self._reader.variables(tree, method.first_line), Results((), None, ()), self.names.value_name
             )
             for name, method in names.mixed_methods.items()
         }
@@ -487,7 +486,7 @@ class BlockClasses:
             steps = self._steps(members, fqn, tree.items)
             called_in_graph = dict[str, Constructor]()
             for name, method in names.mixed_methods.items():
-                in_method, steps = self._divided(fqn, steps, names, method)
+                in_method, steps = self._reader.steps_of_method(fqn, steps, names, method)
                 with mixed_method(name):
                     called_in_graph |= methods[name].add_steps(in_method)
             if text.is_mixed:
@@ -548,108 +547,6 @@ class BlockClasses:
         children = tuple(init_statements(tree))
         values = with_computed_numbers(attributes, self._captured.modules[fqn].module, children)
         return *(Assign((Attribute(SELF, name),), value) for name, value in values.items()), *children
-
-    def _divided(
-        self, fqn: str, steps: Iterable[Step], names: ReadNames, method: MixedMethod
-    ) -> tuple[list[tuple[Step, int]], list[Step]]:
-        """The steps of a method, each with its line there, and the other steps."""
-        method_lines = {(names.file, number) for part in method.parts for number in part.numbers}
-        inside, others = list[tuple[Step, int]](), list[Step]()
-        for step in steps:
-            first, second = (*self.source.lines_within(fqn, step.nodes[0]), ("", 0), ("", 0))[:2]
-            if first[1] in method.call_lines and second in method_lines:
-                inside.append((step, second[1]))
-            else:
-                others.append(step)
-        return inside, others
-
-    def _variables(self, tree: CallTree, first_line: int | None = None) -> CallVariables:
-        """The variables of a call, of its ``forward`` or of the method that begins on a line."""
-        lines = self._captured.lines
-        none_variables = lines.none_variables.get(tree.fqn, {}) if lines is not None else {}
-        places = self._variable_places.get(call_name(tree.call), ())
-        if first_line is None:
-            first_line = forward_line(self._captured.modules[tree.fqn].module)
-        return CallVariables(places, first_line, none_variables)
-
-    def _stage_part(
-        self, members: StageMembers, called: CallValues, variables: CallVariables, defaults: Sequence[str]
-    ) -> StagePart:
-        """The part of a call that the stage has.
-
-        Args:
-            defaults: names for the values that it takes if they have no variable.
-        """
-        tree = called.tree
-        nodes = [node for node in self._captured.nodes if not tree.call or tree.call in dict(path_of(node))]
-        stage_lines, other_lines = (
-            frozenset(self.source.line_within(tree.fqn, node) for node in nodes if (node in members.nodes) is in_stage)
-            for in_stage in (True, False)
-        )
-        parameters: dict[fx.Node, str] = {}
-        for node, default in zip(called.reads, defaults, strict=True):
-            name = variables.name_of(node, other_lines | {0}) or default
-            parameters[node] = unused(name, set(parameters.values()))
-        return StagePart(stage_lines, other_lines, parameters, len(called.makes))
-
-    def _author_names(
-        self,
-        members: StageMembers,
-        called: CallValues,
-        variables: CallVariables,
-        stage_part: StagePart | None,
-        all_branches: bool,
-        whole_methods: frozenset[str],
-    ) -> ReadNames:
-        """What the text of the class of a call reads, with these methods in their own text. Raises UnwritableError."""
-        tree, lines = called.tree, self._captured.lines
-        entry = self._captured.modules[tree.fqn]
-        module = entry.module
-        if lines is None or not self._forms.has_author_text(self._form_name(tree.fqn)):
-            raise UnwritableError("its lines are not known")
-        if is_layer_of_torch(type(module)) or has_forward_hooks(module) or "forward" in vars(module):
-            raise UnwritableError("its forward is not that of its class")
-
-        def value_of(variables: CallVariables, name: str, lines: frozenset[int]) -> fx.Node | None:
-            node = variables.value(name, lines)
-            is_in_stage = stage_part is None or node in members.nodes or node in stage_part.parameters
-            return node if is_in_stage else None
-
-        def check_child(name: str) -> None:
-            self._children_of_author(members, tree, {name})
-
-        surroundings = ForwardSurroundings(
-            stage_part,
-            unread_parameters(called, variables),
-            partial(value_of, variables),
-            variables.is_none,
-            check_child,
-            frozenset(self.source.line_within(tree.fqn, node) for node in tree.nodes()),
-            self._forms.graph_lines,
-            self._autograd_functions,
-            whole_methods,
-        )
-        if all_branches:
-            surroundings = replace(
-                surroundings,
-                lines=self._class_lines.graph_lines(tree.fqn),
-                module_lines=self._class_lines.module_lines(tree.fqn),
-            )
-            lines = self._class_lines.executed(tree.fqn)
-
-        def of_method(first_line: int, call_lines: frozenset[int]) -> ForwardSurroundings:
-            chains = [self.source.lines_within(tree.fqn, node) for node in tree.nodes()]
-            method_lines = {chain[1][1] for chain in chains if len(chain) > 1 and chain[0][1] in call_lines}
-            return replace(
-                surroundings,
-                stage_part=None,
-                unread=frozenset(),
-                value=partial(value_of, self._variables(tree, first_line)),
-                lines=frozenset(method_lines),
-                of_method=None,
-            )
-
-        return names_of_module(module, tree.fqn, lines, replace(surroundings, of_method=of_method))
 
     def _statements_from_graph(
         self,
