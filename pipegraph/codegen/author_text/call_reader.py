@@ -56,14 +56,14 @@ class CallReader:
     ) -> tuple[list[tuple[Step, int]], list[Step]]:
         """The steps of a method, each with its line there, and the other steps."""
         method_lines = {(names.file, number) for part in method.parts for number in part.numbers}
-        inside, others = list[tuple[Step, int]](), list[Step]()
+        steps_inside, steps_outside = list[tuple[Step, int]](), list[Step]()
         for step in steps:
             first, second = (*self._source.lines_within(fqn, step.nodes[0]), ("", 0), ("", 0))[:2]
             if first[1] in method.call_lines and second in method_lines:
-                inside.append((step, second[1]))
+                steps_inside.append((step, second[1]))
             else:
-                others.append(step)
-        return inside, others
+                steps_outside.append(step)
+        return steps_inside, steps_outside
 
     def variables(self, tree: CallTree, first_line: int | None = None) -> CallVariables:
         """The variables of a call, of its ``forward`` or of the method that begins on a line."""
