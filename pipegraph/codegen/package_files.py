@@ -238,7 +238,9 @@ def generate(plan: Plan, weights: bool = True, source: ModelSource | None = None
             continue
         written = attempt.package.source
         general = {block.model_class for block in written.blocks if block.is_general}
-        forms = attempt.forms.plainer(written_names(written, difference), general)
+        with_functions = {block.model_class for block in written.blocks if block.calls_functions}
+        with_functions |= {stage.name for stage in written.stages if stage.calls_functions}
+        forms = attempt.forms.plainer(written_names(written, difference), general, with_functions)
         for plainer in forms:
             attempt = _attempt(plan, weights, source, plainer)
             compared += attempt.seconds

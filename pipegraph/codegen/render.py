@@ -74,11 +74,13 @@ def render_stage(
         libraries: namespace of operators → the module that defines them.
     """
     shared = {function.name for function in functions} | {block.name for block in blocks}
-    used = functions_called(source.walk()) & shared
+    text = "\n".join(_class_lines(source, {block.name: block for block in blocks}))
+    # A function that only another function calls is imported by neither.
+    used = functions_called(source.walk()) & shared & set(re.findall(r"\w+", text))
     return _render(
         "stage.py.jinja",
         header=_docstring("  ".join([header, *_origins([source])]), 0),
-        lines="\n".join(_class_lines(source, {block.name: block for block in blocks})),
+        lines=text,
         imports=_imports([source], libraries),
         constants=_constant_lines([source]),
         blocks=_blocks_import(sorted(used, key=_import_order)),

@@ -1,8 +1,9 @@
 """The calls of modules in a graph: nested as the model nests them, with the values that they take and return.
 
 ``meta["argument_of"]`` and ``meta["result_of"]`` of a value's node hold call → place: which argument or result it was.
-``meta["variables"]`` holds call → the variables of its ``forward`` that had the value. ``export/module_calls.py`` and
-``export/variables.py`` record them while a model is exported.
+``meta["variables"]`` holds call → the variables of its ``forward`` that had the value, and ``meta["functions"]`` the
+calls of functions in which the value was computed. ``export/module_calls.py``, ``export/variables.py`` and
+``export/function_runs.py`` record them while a model is exported.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from types import FunctionType
+from typing import Final, NamedTuple
 
 from torch import fx
 
@@ -214,6 +216,67 @@ class VariablePlace(NamedTuple):
     line: int
     order: int
     is_end: bool = False
+
+
+OBJECT: Final = "an object"
+"""The form of an argument or a result that is neither a tensor nor a plain value."""
+
+
+@dataclass(frozen=True)
+class FunctionRun:
+    """One call of a function of the model's source, or of a method of the module that runs.
+
+    ``meta["variables"]`` has the places of the tensors that it takes and returns under `key`.
+
+    Attributes:
+        name: of the function.
+        file, line: where the function begins.
+        caller: the file and the line that called it.
+        call: the call of the module that ran then.
+        number: how many times that call had called the function before.
+        is_method: whether it is a method of that module.
+        arguments: the parameters, each with its form: ``...`` for a tensor, a tuple of forms, a `PlainValue`, or
+            `OBJECT`.
+        result: the form of what it returned.
+        function: the function.
+    """
+
+    name: str
+    file: str
+    line: int
+    caller: tuple[str, int]
+    call: str
+    number: int
+    is_method: bool
+    arguments: tuple[tuple[str, object], ...]
+    result: object
+    function: FunctionType = field(compare=False, repr=False)
+
+    @property
+    def key(self) -> str:
+        """What stands for a call of a module in ``meta["variables"]``."""
+        return function_key(self.call, self.file, self.line, self.number)
+
+
+@dataclass(frozen=True)
+class PlainValue:
+    """An argument of a function that is a number, a dynamic size, a text, a dtype, a device or None."""
+
+    value: object
+
+
+RETURNED: Final = "return"
+"""The name in a `VariablePlace` for what a function returned."""
+
+
+def function_key(call: str, file: str, line: int, number: int) -> str:
+    """What stands for one call of a function in ``meta["variables"]``; no call of a module has such a name."""
+    return f"{call} {file}:{line} {number}"
+
+
+def functions_of(node: fx.Node) -> tuple[FunctionRun, ...]:
+    """The calls of functions in which a value was computed, outermost first."""
+    return node.meta.get("functions", ())
 
 
 def argument_place(node: fx.Node, call: str) -> ArgumentPlace | None:

@@ -178,6 +178,7 @@ class Captured:
     ``stack_trace``           the lines of source that made it
     ``pipe_splits``           the lines of ``torch.distributed.pipelining.pipe_split()`` that the model ran before it
     ``checkpointed``          the module calls that returned it and that the model runs under ``torch.utils.checkpoint``
+    ``functions``             the calls of functions of the model's source that it ran in, outermost first
     ``argument_of``           the module calls that took it as an argument; ``result_of``: that returned it
     ========================  ==========================================================================================
 

@@ -103,7 +103,7 @@ SOURCE = {
     Linspace: "torch.linspace(0, 1, x.shape[1]",
     Places: "torch.linspace(0, x.shape[1] - 1, x.shape[1]",
     HalfSteps: "torch.arange(0.5, x.shape[1]",
-    LongSteps: "torch.arange(0.5, x.shape[1], step=3)",
+    LongSteps: "torch.arange(0.5, x.shape[1], 3)",
     Padded: "(4 - x.shape[1] % 4) % 4",
     Chunks: "math.ceil(x.shape[1] / 4)",
 }

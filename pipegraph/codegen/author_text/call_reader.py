@@ -10,14 +10,15 @@ from torch import fx
 
 from pipegraph.codegen.author_text.class_lines import ClassLines
 from pipegraph.codegen.author_text.cut import UnwritableError
+from pipegraph.codegen.author_text.function_steps import FunctionSteps
 from pipegraph.codegen.author_text.names import ForwardSurroundings, MixedMethod, ReadNames, StagePart
-from pipegraph.codegen.author_text.reader import names_of_module
+from pipegraph.codegen.author_text.reader import add_called_function, names_of_module
 from pipegraph.codegen.author_text.variables import CallVariables, forward_line, unread_parameters, variables_by_call
 from pipegraph.codegen.forward.items import Step
 from pipegraph.codegen.names.identifiers import unused
 from pipegraph.codegen.names.source_statements import SourceStatements
 from pipegraph.codegen.syntax.statements import SourceText
-from pipegraph.graph.calls import CallTree, CallValues, StageMembers
+from pipegraph.graph.calls import CallTree, CallValues, FunctionRun, StageMembers
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.model_structure import is_layer_of_torch
 from pipegraph.graph.nodes import path_of
@@ -46,10 +47,46 @@ class CallReader:
         self._graph_lines, self._autograd_functions = graph_lines, autograd_functions
         self._variable_places = variables_by_call(captured.nodes)
         self._class_lines = ClassLines(captured, source)
+        self._functions = FunctionSteps(captured.nodes, source)
 
     def modules_differ(self, fqn: str) -> bool:
         """Return whether the modules of the class of a module run different lines."""
         return self._class_lines.differ(fqn)
+
+    def with_functions(
+        self,
+        called: CallValues,
+        steps: Sequence[Step],
+        names: ReadNames,
+        check_names: Callable[[ReadNames], object],
+    ) -> list[Step]:
+        """The steps of a call, with one for each call of a function that the text of its class can have.
+
+        Args:
+            names: of the class, to which the functions are added.
+            check_names: raises UnwritableError if a name means something else in another class.
+        """
+        tree, lines = called.tree, self._captured.lines
+        assert lines is not None
+        module = self._captured.modules[tree.fqn].module
+        surroundings = ForwardSurroundings(
+            stage_part=None,
+            unread=frozenset(),
+            value=lambda name, lines: None,
+            is_none=lambda name, lines: False,
+            check_child=lambda name: None,
+            lines=frozenset(),
+            graph_lines=self._graph_lines,
+            autograd_functions=self._autograd_functions,
+            whole_methods=frozenset(),
+        )
+
+        def add_function(run: FunctionRun) -> None:
+            with names.undone_on_error():
+                add_called_function(names, module, tree.fqn, lines, surroundings, run)
+                check_names(names)
+
+        return self._functions.joined(steps, call_name(tree.call), frozenset(called.makes), add_function)
 
     def steps_of_method(
         self, fqn: str, steps: Iterable[Step], names: ReadNames, method: MixedMethod

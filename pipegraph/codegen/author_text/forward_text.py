@@ -13,7 +13,7 @@ from pipegraph.codegen.author_text.constructors import Constructor
 from pipegraph.codegen.author_text.cut import TextLine, UnwritableError
 from pipegraph.codegen.author_text.names import AbsentPart, GraphPart, MixedMethod, ReadNames, TextPart
 from pipegraph.codegen.author_text.variables import CallVariables
-from pipegraph.codegen.forward.items import ModuleCall, Step
+from pipegraph.codegen.forward.items import FunctionStep, ModuleCall, Step
 from pipegraph.codegen.names.identifiers import unused, variable
 from pipegraph.codegen.syntax.expressions import Collection, Expression, Name, literal
 from pipegraph.codegen.syntax.line_breaks import LINE_LENGTH
@@ -134,6 +134,7 @@ class MixedText:
                 self._written[part_of[line]].steps.append(step)
                 if isinstance(step, ModuleCall):
                     called[step.fqn] = step.constructor, step.modules
+                has_text |= isinstance(step, FunctionStep)
             else:
                 has_text = True
         if not has_text:

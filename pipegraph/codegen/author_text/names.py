@@ -21,7 +21,7 @@ import torch.nn.functional
 from torch import fx, nn
 
 from pipegraph.codegen.author_text.cut import TextLine, UnwritableError
-from pipegraph.codegen.syntax.expressions import Collection, Expression, Template, literal
+from pipegraph.codegen.syntax.expressions import Collection, Expression, Template, call, literal
 from pipegraph.codegen.syntax.statements import FunctionSource, SourceText, Statement
 
 _IMPORTED: Final = (torch, torch.nn.functional, torch.nn, math, typing)
@@ -324,6 +324,14 @@ class SharedNames:
         self._meanings: dict[str, object] = dict(_STANDARD)
         self.functions: list[FunctionSource] = []
 
+    def meanings_of(self, names: ReadNames) -> dict[str, object]:
+        """Return what the names in a text mean. Raises UnwritableError if one means something else elsewhere."""
+        meanings: dict[str, object] = {**names.imports, **names.constants, **names.functions}
+        for name, meaning in meanings.items():
+            if self._meanings.get(name, meaning) != meaning or self._is_class(name):
+                raise UnwritableError(f"{name} means something else in the package")
+        return meanings
+
     def text_of(self, names: ReadNames, forward: Sequence[TextLine], written: Sequence[Statement]) -> SourceText:
         """Return the text of a class. Raises UnwritableError if one of its names means something else elsewhere.
 
@@ -331,10 +339,7 @@ class SharedNames:
             forward: the lines of its ``forward``.
             written: the statements in it that are written from the graph.
         """
-        meanings: dict[str, object] = {**names.imports, **names.constants, **names.functions}
-        for name, meaning in meanings.items():
-            if self._meanings.get(name, meaning) != meaning or self._is_class(name):
-                raise UnwritableError(f"{name} means something else in the package")
+        meanings = self.meanings_of(names)
         new = [name for name in names.functions if name not in self._meanings]
         self._meanings |= meanings
         imports = frozenset(names.imports.values())
@@ -371,6 +376,10 @@ def plain_expression(value: Any) -> Expression | None:
     """A plain value as it is written; None for anything else."""
     if not is_plain(value):
         return None
+    if isinstance(value, (set, frozenset)):
+        parts = [plain_expression(part) for part in sorted(value, key=repr)]
+        written = Collection(tuple(filter(None, parts)), "{}") if parts else call("set")
+        return call("frozenset", written) if isinstance(value, frozenset) else written
     if isinstance(value, dict):
         keys, entries = map(plain_expression, value), map(plain_expression, value.values())
         pairs = (
@@ -387,6 +396,8 @@ def plain_expression(value: Any) -> Expression | None:
 def is_plain(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return type(value) in (tuple, list, torch.Size) and all(map(is_plain, value))
+    if isinstance(value, (set, frozenset)):
+        return type(value) in (set, frozenset) and all(isinstance(part, str) for part in value)
     if isinstance(value, dict):
         return type(value) is dict and all(map(is_plain, (*value, *value.values())))
     return value is None or type(value) in (bool, int, float, str, torch.dtype)

@@ -54,8 +54,10 @@ from pipegraph.codegen.author_text.statements import (
     returns,
     sets_attributes,
     variables,
+    without_unused,
 )
 from pipegraph.codegen.syntax.expressions import Name, literal
+from pipegraph.graph.calls import FunctionRun
 from pipegraph.graph.captured import ExecutedLines, LineStep
 from pipegraph.graph.export.executed_lines import is_of_model
 from pipegraph.graph.model_structure import is_layer_of_torch
@@ -79,6 +81,41 @@ def names_of_module(module: nn.Module, fqn: str, lines: ExecutedLines, surroundi
         # Attributes and properties of a model's objects may raise any of these.
         raise UnwritableError(f"it cannot be read: {error}") from error
     return names
+
+
+def add_called_function(
+    names: ReadNames,
+    module: nn.Module,
+    fqn: str,
+    lines: ExecutedLines,
+    surroundings: ForwardSurroundings,
+    run: FunctionRun,
+) -> None:
+    """Let the text of a module have the function, or the method, of a call.
+
+    Raises:
+        UnwritableError: the package cannot have it. ``names`` are as before.
+    """
+    if run.is_method and run.name in names.mixed_methods:
+        raise UnwritableError("some of its statements are written from the graph")
+    reader = _SourceReader(names, lines, module, fqn, surroundings)
+    texts, base = {*names.methods, *names.functions}, names.base
+    children, attributes_set = set(names.children), set(names.attributes_set)
+    with names.undone_on_error():
+        try:
+            if run.is_method:
+                reader.add_method(run.name)
+            else:
+                reader.add_function(run.function, run.name)
+        except (AttributeError, RuntimeError, SyntaxError, TypeError, ValueError) as error:
+            raise UnwritableError(f"it cannot be read: {error}") from error
+        if (names.children, names.attributes_set, names.base) != (children, attributes_set, base):
+            names.base = base
+            raise UnwritableError("it reads modules, or sets attributes")
+        methods = {name: "\n".join(line.text for line in text) for name, text in names.methods.items()}
+        trees = [ast.parse(text) for name, text in {**methods, **names.functions}.items() if name not in texts]
+        if any(divides_features(module, tree, tree) for tree in trees):
+            raise UnwritableError("it names numbers of features, which ranks along tp divide")
 
 
 class _SourceReader:
@@ -186,7 +223,7 @@ class _SourceReader:
         header = (*(TextLine(decorator, 0) for decorator in self._decorators(cut)), *text.header)
         self._names.mixed_methods[name] = MixedMethod(header, parts, code.co_firstlineno, call_lines)
 
-    def _add_function(self, function: Callable[..., Any], name: str) -> None:
+    def add_function(self, function: Callable[..., Any], name: str) -> None:
         """Add a function of the model's source."""
         if name in self._names.functions:
             return
@@ -210,7 +247,7 @@ class _SourceReader:
         self._check_closure(function)
         cut = FunctionCut(code.co_filename, code.co_firstlineno, steps)
         decorators = [TextLine(decorator, 0) for decorator in self._decorators(cut)]
-        return [*decorators, *_Text(self, function, cut.lines).resolved()]
+        return [*decorators, *_Text(self, function, without_unused(cut.lines)).resolved()]
 
     def base_of(self, function: FunctionType, calls: Sequence[str], count: int) -> type[nn.Module]:
         """The layer of torch that has the methods that a method calls by ``super()``.
@@ -244,6 +281,8 @@ class _SourceReader:
     def _decorators(self, cut: FunctionCut) -> list[str]:
         # Those of other libraries are left out: if they compute anything, the comparison with the graph says so.
         decorators = [f"@{decorator}" for decorator in cut.decorators if decorator.startswith("torch.")]
+        for decorator in decorators:
+            check_node(ast.parse(decorator.removeprefix("@"), mode="eval").body)
         if decorators:
             self._names.imports["torch"] = "import torch"
         return decorators
@@ -376,7 +415,7 @@ class _Text:
                 unknown -= assigns
                 none_variables -= assigns
                 # What it computes is in no graph: nothing reads it.
-                is_dead = isinstance(statement, ast.Assign) and not numbers & surroundings.lines
+                is_dead = isinstance(statement, (ast.Assign, ast.AnnAssign)) and not numbers & surroundings.lines
                 is_plain = assigns_sizes(statement)
                 parts.append((range(start, end), TextPart((), numbers, reads, assigns, is_plain, is_dead)))
             start = end
@@ -599,7 +638,7 @@ class _Text:
         if imported is not None:
             self._names.imports[name] = imported
         elif isinstance(value, FunctionType) and not value.__module__.startswith("torch."):
-            self._reader._add_function(value, name)
+            self._reader.add_function(value, name)
         elif isinstance(value, type) and issubclass(value, torch.autograd.Function) and value.__name__ == name:
             self._reader.add_autograd_function(name)
         elif (constant := plain_expression(value)) is not None:

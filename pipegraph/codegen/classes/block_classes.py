@@ -46,6 +46,7 @@ from pipegraph.codegen.expressions.torch_modules import (
 from pipegraph.codegen.forms import Forms
 from pipegraph.codegen.forward.items import (
     ClassContents,
+    FunctionStep,
     Item,
     ModuleCall,
     Modules,
@@ -482,8 +483,11 @@ class BlockClasses:
             )
             for name, method in names.mixed_methods.items()
         }
+        steps: list[Step] = []
         if text.is_mixed or methods:
             steps = self._steps(members, fqn, tree.items)
+            if self._forms.calls_functions(self._form_name(fqn)):
+                steps = self._reader.with_functions(called, steps, names, self._shared_names.meanings_of)
             called_in_graph = dict[str, Constructor]()
             for name, method in names.mixed_methods.items():
                 in_method, steps = self._reader.steps_of_method(fqn, steps, names, method)
@@ -527,7 +531,8 @@ class BlockClasses:
                 raise UnwritableError(f"self.{name} would be two things")
         attributes = {name: value for name, value in attributes.items() if name not in base.settings}
         init = self._constructor(fqn, attributes, module_tree)
-        source = self._shared_names.text_of(names, forward, written)
+        calls_functions = any(isinstance(step, FunctionStep) for step in steps)
+        source = replace(self._shared_names.text_of(names, forward, written), calls_functions=calls_functions)
         inside = [modules for _, modules in constructors.values()]
         fqns, run, of_torch = (frozenset[str]().union(*(modules[part] for modules in inside)) for part in range(3))
         modules = Modules(fqns, run, of_torch)

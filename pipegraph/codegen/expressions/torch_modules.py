@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
@@ -193,19 +193,27 @@ def _shapes(module: nn.Module) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
+class Passed:
+    """An argument that is no tensor: a number, a size, a dtype or a tuple of these."""
+
+    value: object
+
+
+@dataclass(frozen=True)
 class CallArguments:
-    """The arguments of a call of a module.
+    """The arguments of a call of a module, or of a function.
 
     Attributes:
         values: for each argument that is a value, its keyword ("" for a positional one) and its position among the
-            values that the call reads; for a tuple of values, their positions; None for an argument that nothing reads.
+            values that the call reads; for a tuple of values, their positions; None for an argument that nothing reads;
+            `Passed` for a number that is given by position.
         settings: the arguments after them: numbers, strings and None, by keyword.
         takes_first: whether the module returns a tuple of which only the first result is used.
         unpacked: the results as the module nests them, if it returns more than is used or nests them: the position of
             each among the results that are used; None for others.
     """
 
-    values: tuple[tuple[str, int | tuple[int, ...] | None], ...]
+    values: tuple[tuple[str, int | tuple[int, ...] | Passed | None], ...]
     settings: tuple[tuple[str, object], ...] = ()
     takes_first: bool = False
     unpacked: tuple[Any, ...] | None = None
@@ -214,7 +222,7 @@ class CallArguments:
     def positions(self) -> tuple[int, ...]:
         """The positions of the values, a tuple's one after the other."""
         places = (at if isinstance(at, tuple) else (at,) for _, at in self.values)
-        return tuple(position for place in places for position in place if position is not None)
+        return tuple(position for place in places for position in place if isinstance(position, int))
 
     @property
     def form(self) -> tuple[tuple[str, int], ...]:
@@ -237,7 +245,10 @@ class CallArguments:
         arguments = [
             (keyword, _tuple([next(waiting) for _ in position]))
             if isinstance(position, tuple)
-            else (keyword, next(waiting) if position is not None else literal(None))
+            else (
+                keyword,
+                next(waiting) if isinstance(position, int) else literal(position.value if position else None),
+            )
             for keyword, position in self.values
         ]
         positional = [value for keyword, value in arguments if not keyword]
@@ -245,6 +256,14 @@ class CallArguments:
         settings = {name: literal(value) for name, value in self.settings}
         expression = call(function, *positional, **named, **settings)
         return Subscript(expression, (literal(0),)) if self.takes_first else expression
+
+    def written(self, expression_of: Callable[[object], Expression]) -> CallArguments:
+        """These arguments, with the expressions of the numbers, sizes, dtypes and devices among them."""
+        values = tuple(
+            (keyword, Passed(expression_of(at.value)) if isinstance(at, Passed) else at) for keyword, at in self.values
+        )
+        settings = tuple((name, expression_of(value)) for name, value in self.settings)
+        return replace(self, values=values, settings=settings)
 
 
 def _tuple(parts: Sequence[Expression]) -> Expression:
@@ -333,7 +352,7 @@ def recorded_arguments(
         ),
         tuple((name, value) for name, value in settings if value != defaults[name]),
         takes_first=paths == [(0,)],
-        unpacked=None if is_flat else _unpacked(first.form, paths),
+        unpacked=None if is_flat else unpacked_places(first.form, paths),
     )
 
 
@@ -394,7 +413,7 @@ def author_arguments(module: nn.Module, called: CallValues, has_author_results: 
         tuple(("" if name in positional else name, place) for name, place in values.items()),
         tuple(settings.items()),
         takes_first=has_author_results and paths == [(0,)],
-        unpacked=None if is_flat else _unpacked(first.form, paths),
+        unpacked=None if is_flat else unpacked_places(first.form, paths),
     )
 
 
@@ -402,10 +421,11 @@ def _has_default(parameter: inspect.Parameter) -> bool:
     return parameter.default is not inspect.Parameter.empty
 
 
-def _unpacked(form: object, paths: Sequence[tuple[int, ...]], path: tuple[int, ...] = ()) -> Any:
-    """The results of a call as it nests them, each as its position in ``paths``; None for one that is not there."""
+def unpacked_places(form: object, paths: Sequence[tuple[int, ...]], path: tuple[int, ...] = ()) -> Any:
+    """Return the results of a call as it nests them, each as its position in ``paths``; None for one that nothing
+    reads."""
     if isinstance(form, tuple):
-        return tuple(_unpacked(part, paths, (*path, index)) for index, part in enumerate(form))
+        return tuple(unpacked_places(part, paths, (*path, index)) for index, part in enumerate(form))
     return paths.index(path) if path in paths else None
 
 

@@ -1,8 +1,8 @@
-"""The items of a generated ``forward``, in order: operations, calls of modules, loops, branches by mode."""
+"""The items of a generated ``forward``, in order: operations, calls of modules and of functions, loops, branches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -12,8 +12,9 @@ from torch import fx
 from pipegraph.codegen.expressions.torch_modules import CallArguments
 from pipegraph.codegen.names.identifiers import outer_names
 from pipegraph.codegen.names.source_loops import SourceLoop
-from pipegraph.codegen.syntax.expressions import Argument, Expression, FunctionCall, ModuleInvocation, call
+from pipegraph.codegen.syntax.expressions import Argument, Expression, FunctionCall, ModuleInvocation, Name, call
 from pipegraph.codegen.syntax.loop_index import IndexTest
+from pipegraph.graph.calls import FunctionRun
 from pipegraph.graph.captured import StateEntry
 
 T = TypeVar("T")
@@ -99,7 +100,41 @@ class ModuleCall:
         return values if self.arguments is None else [values[position] for position in self.arguments.positions]
 
 
-Step = Operation | ModuleCall
+@dataclass(frozen=True, eq=False)
+class FunctionStep:
+    """A call of a function of the model's source, or of a method: ``makes = function(reads…)``.
+
+    Attributes:
+        function: as the text calls it: ``rotate``, ``self.split_heads``.
+        run: the call in the model.
+        reads: the values that it takes.
+        makes: the values that it returns and that are read afterwards, in the order of the results.
+        nodes: the operations in it.
+        arguments: the arguments of the call.
+    """
+
+    function: str
+    run: FunctionRun
+    reads: tuple[fx.Node, ...]
+    makes: tuple[fx.Node, ...]
+    nodes: tuple[fx.Node, ...]
+    arguments: CallArguments
+
+    def invocation(self, values: Sequence[Expression], expression_of: Callable[[object], Expression]) -> Expression:
+        """The call with these values.
+
+        Args:
+            expression_of: returns the expression of a number, a size, a dtype or a device.
+        """
+        return self.arguments.written(expression_of).call(Name(self.function), values)
+
+    @property
+    def argument_values(self) -> tuple[fx.Node, ...]:
+        """The values in the order of the arguments; a value may be two arguments."""
+        return tuple(self.reads[position] for position in self.arguments.positions)
+
+
+Step = Operation | ModuleCall | FunctionStep
 """What a ``forward`` does once."""
 
 
@@ -275,7 +310,7 @@ def with_inner(items: Iterable[Item]) -> Iterator[Item]:
 
 def fqn_of(item: Item) -> str | None:
     """The module that an item calls, or the first one of a loop; None for any other item."""
-    if isinstance(item, (Operation, ModeBranch, StatementLoop)):
+    if isinstance(item, (Operation, FunctionStep, ModeBranch, StatementLoop)):
         return None
     return item.calls[0].fqn if isinstance(item, ModuleLoop) else item.fqn
 
@@ -290,7 +325,7 @@ def operands(item: Item) -> list[fx.Node]:
         return [node for step in item.inner for node in operands(step)]
     if isinstance(item, StatementLoop):  # what it reads is needed until its end
         return [*item.reads, *(node for step in item.inner for node in operands(step)), *item.values_at_end]
-    return list(item.argument_values if isinstance(item, ModuleCall) else item.reads)
+    return list(item.argument_values if isinstance(item, (ModuleCall, FunctionStep)) else item.reads)
 
 
 def has_effects(item: Item) -> bool:

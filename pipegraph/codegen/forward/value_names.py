@@ -10,6 +10,7 @@ from torch import fx
 
 from pipegraph.codegen.forward.items import (
     ClassContents,
+    FunctionStep,
     Item,
     ModeBranch,
     ModuleCall,
@@ -59,6 +60,7 @@ class ValueNames:
         """The name of a value that ``item`` makes."""
         name = (
             self._hints.get(node)
+            or (isinstance(item, FunctionStep) and self._source.name_of_result(item.run, node))
             or self._assigned.get(node)
             or self._inner_name(item, node)
             or self._helper_name(node, innermost=True)
@@ -107,6 +109,8 @@ class ValueNames:
             return self._source.of_operation(item.node)
         if isinstance(item, (ModeBranch, StatementLoop)):
             return ()
+        if isinstance(item, FunctionStep):
+            return self._source.of_operation(item.nodes[-1])
         call = item.calls[-1] if isinstance(item, ModuleLoop) else item
         return self._source.of_call(call.fqn, call.nodes[-1])
 
@@ -137,15 +141,21 @@ class ValueNames:
                 names |= dict(zip(nodes, targets, strict=True))
             elif len(targets) > 1:
                 for node, maker in zip(nodes, makers, strict=True):
-                    name = self._source.unpacked_name(maker.fqn, node) if isinstance(maker, ModuleCall) else None
+                    name = self._unpacked_name(maker, node)
                     names |= {node: name} if name is not None else {}
         return names
+
+    def _unpacked_name(self, maker: Item, node: fx.Node) -> str | None:
+        """The name that the caller of a module or of a function gives to one of several values that it returns."""
+        if isinstance(maker, FunctionStep):
+            return self._source.name_of_result(maker.run, node)
+        return self._source.unpacked_name(maker.fqn, node) if isinstance(maker, ModuleCall) else None
 
     def _inner_name(self, item: Item, node: fx.Node) -> str | None:
         """The name of a value in the source of the module that returns it, if that returns several values."""
         outside = self._chain.get(item, ())
         several = len(item.makes) > 1 or (outside and len(outside[-1].targets) > 1)
-        return self._source.own_name(node) if several and not isinstance(item, Operation) else None
+        return self._source.own_name(node) if several and isinstance(item, (ModuleCall, ModuleLoop)) else None
 
     def _helper_name(self, node: fx.Node, innermost: bool = False) -> str | None:
         """The name of a value in a function that ``forward`` calls. If the function returns it, its caller names it.

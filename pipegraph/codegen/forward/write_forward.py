@@ -11,6 +11,7 @@ from itertools import groupby
 from typing import Any
 
 import sympy
+import torch
 from torch import fx
 
 from pipegraph.codegen.expressions.module_tree import ModuleTree
@@ -18,6 +19,7 @@ from pipegraph.codegen.expressions.operation import common_regions, contexts, ex
 from pipegraph.codegen.expressions.torch_modules import nested_targets
 from pipegraph.codegen.forward.items import (
     ClassContents,
+    FunctionStep,
     Item,
     ModeBranch,
     ModuleCall,
@@ -188,7 +190,7 @@ class ForwardWriter:
             self._loops.write(item)
         elif isinstance(item, StatementLoop):
             self._bodies.write(item)
-        elif isinstance(item, ModuleCall):
+        elif isinstance(item, (ModuleCall, FunctionStep)):
             self._call(item)
         elif isinstance(item, ModeBranch):
             self._branches.write(item)
@@ -260,10 +262,8 @@ class ForwardWriter:
             values.variables[owner.text] = node
         self._emit(item, statement)
 
-    def _call(self, item: ModuleCall) -> None:
-        function = self._bodies.module(item, self._module)
-        classes, values = self._bodies.classes(item), item.argument_values
-        expression = self._build(item, lambda: item.invocation(function, list(map(self._expression, values)), classes))
+    def _call(self, item: ModuleCall | FunctionStep) -> None:
+        expression = self._build(item, lambda: self._invocation(item))
         unpacked = item.arguments.unpacked if item.arguments is not None else None
         if len(item.makes) == 1 and unpacked is None:
             self._place(item, item.makes[0], expression)
@@ -272,6 +272,20 @@ class ForwardWriter:
             uses_left = self._values.uses_left
             names = [self._bind(item, node, expression) if uses_left[node] else Name("_") for node in item.makes]
             self._emit(item, Assign(nested_targets(places, names), expression))
+
+    def _invocation(self, item: ModuleCall | FunctionStep) -> Expression:
+        values = list(map(self._expression, item.argument_values))
+        if isinstance(item, FunctionStep):
+            return item.invocation(values, self._passed)
+        return item.invocation(self._bodies.module(item, self._module), values, self._bodies.classes(item))
+
+    def _passed(self, value: object) -> Expression:
+        """The expression of an argument of a function that is no tensor."""
+        if isinstance(value, SymbolicSize):
+            return self._sizes.expression(value)
+        if isinstance(value, torch.device):
+            return self._device
+        return Collection(tuple(map(self._passed, value)), "()") if isinstance(value, tuple) else literal(value)
 
     def _module(self, called: ModuleCall) -> Expression:
         return self._tree.access(relative(called.fqn, self._contents.prefix).split("."))

@@ -15,7 +15,7 @@ from pipegraph.graph.model_structure import MODULE_ATTRIBUTES
 _RESERVED = frozenset(
     {"torch", "nn", "F", "Tensor", "OrderedDict", "partial", "self", "super", "getattr", "setattr", "str", "float"}
     | {"int", "bool", "complex", "slice", "range", "enumerate", "zip", "reversed", "len", "min", "max", "tuple", "next"}
-    | {"NotImplementedError", "math", "round"}
+    | {"NotImplementedError", "frozenset", "math", "round", "set"}
 )
 
 # Names of the classes of stages. Their files import the other classes.

@@ -10,7 +10,7 @@ from torch import fx
 
 from pipegraph.codegen.names.identifiers import unused, variable
 from pipegraph.codegen.names.source_statements import SourceStatements, named_by_caller
-from pipegraph.graph.calls import CallTree, argument_place
+from pipegraph.graph.calls import CallTree, argument_place, functions_of
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.custom_functions import applied_function
 from pipegraph.graph.graph_text import value_text
@@ -65,6 +65,9 @@ class ModelNames:
         chain = tuple(statement for statement in self._source.of_operation(node) if not statement.is_of_torch)
         if chain and len(chain[-1].targets) == 1:
             return chain[-1].targets[0]
+        for run in functions_of(node):
+            if (name := self._source.name_of_result(run, node)) is not None:
+                return name
         if operator_of(node).cast and isinstance(node.args[0], fx.Node):
             return self.value_name(node.args[0], default)  # a cast keeps the name
         if default or applied_function(node.target) is not None:

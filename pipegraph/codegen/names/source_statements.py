@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import fx, nn
 
-from pipegraph.graph.calls import parameter_names, result_place
+from pipegraph.graph.calls import RETURNED, FunctionRun, parameter_names, result_place
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.nodes import path_of
 from pipegraph.graph.passes.dtypes import FOLLOWS_BUFFER
@@ -242,6 +242,34 @@ class SourceStatements:
         chain = self.of_call(fqn, node)
         name = chain[-1].target_at(place.path, place.count) if place is not None and place.path and chain else None
         return None if name == "_" else name
+
+    def name_of_result(self, run: FunctionRun, node: fx.Node) -> str | None:
+        """The name that the caller of a function gives to a value that it returns: ``rgb, weights = outputs(raw)``."""
+        places = [place for place in node.meta.get("variables", {}).get(run.key, ()) if place.name == RETURNED]
+        statement = _statements(run.caller[0]).get(run.caller[1])
+        match statement.tree if statement is not None else None:
+            case ast.Assign(value=ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name))) if name == run.name:
+                pass
+            case _:
+                return None
+        if not places or statement is None:
+            return None
+        path = places[0].path
+        if not path:
+            return statement.targets[0] if len(statement.targets) == 1 else None
+        target = statement.target_at(path, len(run.result)) if isinstance(run.result, tuple) else None
+        return None if target == "_" else target
+
+    def call_of(self, run: FunctionRun) -> ast.Call | None:
+        """The call of a function in the text of its caller; None if it cannot be told from others."""
+        calls = [
+            node
+            for node in ast.walk(source_tree(run.caller[0]))
+            if isinstance(node, ast.Call)
+            and node.lineno <= run.caller[1] <= (node.end_lineno or 0)
+            and (node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")) == run.name
+        ]
+        return calls[0] if len(calls) == 1 else None
 
     def unpacked_parameter(self, fqn: str, parameter: str, index: int) -> str | None:
         """The name that a module gives to a part of a parameter that takes a tuple: ``h`` of ``h, c = state``."""

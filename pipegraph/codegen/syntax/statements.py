@@ -112,6 +112,7 @@ class SourceText(Statement):
         written: the statements in the text that are written from the graph.
         places: of each line of the functions, the file and the line that it is from; line 0 for one that is written
             from the graph.
+        calls_functions: whether the statements from the graph call the author's functions.
     """
 
     functions: tuple[str, ...]
@@ -121,6 +122,7 @@ class SourceText(Statement):
     origin: str = ""
     written: tuple[Statement, ...] = ()
     places: tuple[tuple[str, int], ...] = ()
+    calls_functions: bool = False
 
     @property
     def text(self) -> str:
@@ -350,6 +352,11 @@ class ClassSource:
         """Its methods, if they are the author's text; None if its ``forward`` is written from the graph."""
         first = self.forward[0] if self.forward else None
         return first if isinstance(first, SourceText) else None
+
+    @property
+    def calls_functions(self) -> bool:
+        """Whether statements from the graph in an author's text call the author's functions."""
+        return self.author_text is not None and self.author_text.calls_functions
 
     def walk(self) -> Iterator[Node]:
         """All nodes of its source."""

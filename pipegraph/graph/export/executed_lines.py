@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import sysconfig
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
+import sympy
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -18,8 +20,15 @@ from torch.overrides import TorchFunctionMode
 from pipegraph.graph.captured import ExecutedLines, LineStep
 from pipegraph.graph.export.operation_record import without_memory
 
-_FOLDERS: Final = f"{Path(torch.__file__).resolve().parent}/", f"{Path(__file__).resolve().parents[2]}/"
-"""The folders of torch and of this package, whose functions are not recorded."""
+_STANDARD_LIBRARY: Final = f"{sysconfig.get_path('stdlib')}/"
+_INSTALLED: Final = "/site-packages/", "/dist-packages/"
+"""The folders of installed packages, some of which are inside the folder of the standard library."""
+_FOLDERS: Final = tuple(
+    f"{Path(file).resolve().parents[level]}/"
+    for file, level in ((torch.__file__, 0), (sympy.__file__, 0), (__file__, 2))
+)
+"""The folders of torch, of sympy, which computes its dynamic sizes, and of this package. Their functions are not
+recorded: an export with dynamic sizes calls hundreds of thousands of them."""
 
 
 class LineRecorder:
@@ -126,5 +135,8 @@ def record_lines(
 
 @cache
 def is_of_model(file: str) -> bool:
-    """Return whether a file is one of a model: not of torch, of pipegraph, or made by a program."""
+    """Return whether a file is one of a model: not of torch, of the standard library, of pipegraph, or made by a
+    program."""
+    if file.startswith(_STANDARD_LIBRARY) and not any(folder in file for folder in _INSTALLED):
+        return False
     return not file.startswith(("<", *_FOLDERS))

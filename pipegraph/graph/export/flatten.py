@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec
 
 from pipegraph.errors import CaptureError
-from pipegraph.graph.calls import copy_places
+from pipegraph.graph.calls import OBJECT, FunctionRun, PlainValue, copy_places, functions_of
 from pipegraph.graph.captured import PIPE_SPLITS, STRUCTURE, VALUE, StateEntry
 from pipegraph.graph.export.dynamic_shapes import USUAL_NAMES, SizeNames
 from pipegraph.graph.export.fractions import is_exact
@@ -71,7 +72,8 @@ def flatten(
 
 
 class _Flattening:
-    """One use of `flatten`: ``graph`` is what has been made, ``state_nodes`` the node of each tensor of the state."""
+    """One use of `flatten`: ``graph`` is what has been made, ``state_nodes`` the node of each tensor of the state,
+    ``functions`` the calls of functions by their keys."""
 
     def __init__(
         self,
@@ -87,6 +89,7 @@ class _Flattening:
         self.state_nodes: dict[str, fx.Node] = {}
         self.sizes = sizes
         self.pipe_splits: tuple[str, ...] = ()
+        self.functions: dict[str, FunctionRun] = {}
         self.called = {
             fqn
             for node in exported.graph_module.graph.nodes
@@ -259,6 +262,7 @@ class _Flattening:
         placed.meta = {
             **self._describe_value(node, self.sizes.describe),
             "path": tuple((call, fqn) for call, (fqn, _) in stack if fqn),
+            "functions": tuple(map(self._with_sizes, functions_of(node))),
             "regions": regions,
             "in_every_mode": False,
             "stack_trace": node.meta.get("stack_trace") or "",
@@ -266,6 +270,22 @@ class _Flattening:
         }
         copy_places(node, placed)
         return placed
+
+    def _with_sizes(self, run: FunctionRun) -> FunctionRun:
+        """A call of a function with the sizes among its arguments as those of the graph."""
+        if run.key not in self.functions:
+
+            def with_sizes(form: object) -> object:
+                if isinstance(form, PlainValue):
+                    try:
+                        return PlainValue(self.sizes.number(form.value)) if is_symbolic(form.value) else form
+                    except FixedSizeNeededError:
+                        return OBJECT
+                return tuple(map(with_sizes, form)) if isinstance(form, tuple) else form
+
+            arguments = tuple((name, with_sizes(form)) for name, form in run.arguments)
+            self.functions[run.key] = replace(run, arguments=arguments)
+        return self.functions[run.key]
 
 
 def _unsupported(node: fx.Node) -> str:

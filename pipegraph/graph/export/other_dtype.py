@@ -32,7 +32,7 @@ from pipegraph.torch_private.pytrees import pytree
 aten = torch.ops.aten
 
 # What a node that is put into a graph has from the one in the other graph.
-_PLACE = ("path", "regions", "in_every_mode", "stack_trace")
+_PLACE = ("path", "functions", "regions", "in_every_mode", "stack_trace")
 
 
 def mark_dtypes(

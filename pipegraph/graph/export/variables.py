@@ -1,4 +1,4 @@
-"""The variables of a ``forward`` that had a value, recorded while a model is exported."""
+"""The variables of a ``forward`` that had a value, and the functions that computed it, recorded during an export."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from torch import nn
 
 from pipegraph.graph.calls import VariablePlace
 from pipegraph.graph.export.executed_lines import UntracedOperations, is_of_model
+from pipegraph.graph.export.function_runs import FunctionRecorder
 from pipegraph.torch_private.export import traced_node
 
 
 class VariableRecorder:
-    """Marks the node of each tensor with the variables that had it in the innermost ``forward`` and its methods."""
+    """Marks the node of each tensor with the variables that had it in the innermost ``forward`` and its methods, and
+    with the calls of functions in which it was computed."""
 
     def __init__(self) -> None:
+        self._functions = FunctionRecorder()
         self._running: list[tuple[str, nn.Module]] = []
         self._order = count()
 
@@ -46,6 +49,24 @@ class VariableRecorder:
             self._running.pop()
 
     def _on_call(self, tracer: Any, frame: FrameType) -> Callable[..., Any] | None:
+        call, module = self._running[-1]
+        on_return = self._functions.on_call(tracer, frame, call, module)
+        on_event = self._variables_of(tracer, frame)
+        if on_return is None:
+            return on_event
+        frame.f_trace_lines = on_event is not None
+
+        def on_function_event(frame: FrameType, event: str, argument: Any) -> Callable[..., Any]:
+            if on_event is not None:
+                on_event(frame, event, argument)
+            if event == "return":
+                on_return(argument)
+            return on_function_event
+
+        return on_function_event
+
+    def _variables_of(self, tracer: Any, frame: FrameType) -> Callable[..., Any] | None:
+        """A function that records the variables of a frame; None for one that is no method of the running module."""
         code = frame.f_code
         if not is_of_model(code.co_filename) or code.co_varnames[:1] != ("self",):
             return None

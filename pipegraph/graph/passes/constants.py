@@ -33,7 +33,7 @@ aten = torch.ops.aten
 
 # Operations that take a tensor of indices, and also accept a list.
 _INDEXED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
-_FROM_READER = ("path", "regions", "stack_trace", PIPE_SPLITS)
+_FROM_READER = ("path", "functions", "regions", "stack_trace", PIPE_SPLITS)
 
 # A mask of at most this number of operations (``positions > 0``) stays as it is: the plain form is not shorter.
 _OPERATIONS = 4

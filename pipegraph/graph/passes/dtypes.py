@@ -162,7 +162,7 @@ def follow_created_dtypes(graph: fx.Graph) -> None:
 def _insert(reader: fx.Node, function: Any, arguments: tuple[Any, ...], value: Any) -> fx.Node:
     with reader.graph.inserting_before(reader):
         operation = reader.graph.call_function(function, arguments)
-    keys = ("path", "regions", "in_every_mode", "stack_trace")
+    keys = ("path", "functions", "regions", "in_every_mode", "stack_trace")
     operation.meta = {key: reader.meta[key] for key in keys if key in reader.meta}
     operation.meta |= {"val": value, "requires_grad": False, "cut_off": False}
     return operation

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
+from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from pipegraph.graph.calls import (
+    RETURNED,
     CallTree,
+    FunctionRun,
     argument_place,
     call_tree,
     copy_places,
+    functions_of,
     replace_node,
     result_place,
     sorted_by_place,
@@ -491,6 +495,7 @@ class _ModeMerge:
             "val": value.meta["val"],
             SIZES: shape_of(value),
             "path": branch.path,
+            "functions": _common_functions(value, twin),
             "regions": regions,
             "in_every_mode": False,
             "stack_trace": _source(branch, value, twin),
@@ -502,7 +507,19 @@ class _ModeMerge:
         for call, _ in branch.path:  # these return what is joined
             for key in ("result_of", "variables"):
                 value.meta.get(key, {}).pop(call_name(call), None)
+        for run in functions_of(join):
+            places = value.meta.get("variables", {}).get(run.key, ())
+            returned = tuple(place for place in places if place.name == RETURNED)
+            if places:  # an argument of the function stays one
+                value.meta["variables"][run.key] = tuple(place for place in places if place not in returned)
+                join.meta["variables"][run.key] = returned
         return join
+
+
+def _common_functions(value: fx.Node, twin: fx.Node) -> tuple[FunctionRun, ...]:
+    """The calls of functions in which both modes compute a value. The modes may return other values from one."""
+    pairs = zip(functions_of(value), functions_of(twin), strict=False)
+    return tuple(run for run, twin_run in takewhile(lambda pair: pair[0].key == pair[1].key, pairs))
 
 
 def _source(branch: ModeDifference, value: fx.Node, twin: fx.Node) -> str:

@@ -1,0 +1,242 @@
+"""Calls of the author's functions among the steps of a ``forward`` that are written from the graph."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import suppress
+from dataclasses import replace
+from typing import Final
+
+import sympy
+import torch
+from torch import fx
+
+from pipegraph.codegen.author_text.cut import UnwritableError
+from pipegraph.codegen.expressions.torch_modules import CallArguments, Passed, unpacked_places
+from pipegraph.codegen.forward.items import FunctionStep, Operation, Step, has_effects
+from pipegraph.codegen.names.source_statements import SourceStatements
+from pipegraph.graph.calls import RETURNED, FunctionRun, PlainValue, functions_of
+from pipegraph.graph.captured import BRANCH
+from pipegraph.graph.nodes import shape_of
+from pipegraph.graph.symbolic_size import SymbolicSize
+
+AddFunction = Callable[[FunctionRun], None]
+"""Lets a text have a function or a method; raises UnwritableError."""
+
+_Places = dict[tuple[str, tuple[int, ...]], fx.Node]
+"""The tensors that a call takes and returns, by parameter (or `RETURNED`) and indices in tuples."""
+
+
+class FunctionSteps:
+    """Finds the operations that are all of one call of a function.
+
+    Args:
+        nodes: the operations of the model.
+        source: the statements of its source.
+    """
+
+    def __init__(self, nodes: Iterable[fx.Node], source: SourceStatements) -> None:
+        self._source = source
+        self._nodes: dict[str, set[fx.Node]] = {}
+        self._places: dict[str, _Places] = {}
+        self._branches: dict[int, set[fx.Node]] = {}
+        operations = list(nodes)
+        for node in operations:
+            for run in functions_of(node):
+                self._nodes.setdefault(run.key, set()).add(node)
+            if (part := node.meta.get(BRANCH)) is not None:
+                self._branches.setdefault(part.number, set()).add(node)
+        for value in dict.fromkeys(value for node in operations for value in (*node.all_input_nodes, node)):
+            for key, places in value.meta.get("variables", {}).items():
+                if key in self._nodes:
+                    self._places.setdefault(key, {}).update({(place.name, place.path): value for place in places})
+
+    def joined(
+        self, steps: Sequence[Step], call: str, results: AbstractSet[fx.Node], add_function: AddFunction
+    ) -> list[Step]:
+        """Return steps with one step for each call of a function that the text can have, the outermost ones.
+
+        Args:
+            steps: the steps of a call of a module.
+            call: that call.
+            results: the values that are read after it.
+            add_function: lets the text have the function.
+        """
+        joined = list(steps)
+        unwritable = set[str]()
+        at = 0
+        while at < len(joined):
+            for run in functions_of(joined[at].nodes[0]) if isinstance(joined[at], Operation) else ():
+                if run.call != call or run.key in unwritable:
+                    continue
+                try:
+                    step, members = self._step(run, joined, results)
+                    add_function(run)
+                except UnwritableError:
+                    unwritable.add(run.key)
+                    continue
+                last = members[-1]
+                joined[last] = step
+                for member in reversed(members[:-1]):
+                    del joined[member]
+                break
+            else:
+                at += 1
+        return joined
+
+    def _step(
+        self, run: FunctionRun, steps: Sequence[Step], results: AbstractSet[fx.Node]
+    ) -> tuple[FunctionStep, list[int]]:
+        """The step of a call, and the positions of the steps that it stands for. Raises UnwritableError.
+
+        The call stands in the place of the last of them: all that it takes is computed before.
+        """
+        inside = self._nodes[run.key]
+        members = [at for at, step in enumerate(steps) if not inside.isdisjoint(step.nodes)]
+        nodes = tuple(node for at in members for node in steps[at].nodes)
+        if not all(isinstance(steps[at], Operation) for at in members) or set(nodes) != inside:
+            raise UnwritableError("it calls modules, or only a part of it is here")
+        if any("writes" in node.meta for node in nodes):
+            raise UnwritableError("it writes into a tensor")
+        self._check_branches(run, inside)
+        read_after = {node for node in nodes if node in results or any(user not in inside for user in node.users)}
+        between = [step for at, step in enumerate(steps[members[0] : members[-1]], members[0]) if at not in set(members)]
+        if any(not read_after.isdisjoint(step.reads) for step in between):
+            raise UnwritableError("a statement in between reads a result")
+        if any(map(has_effects, between)) and any(has_effects(steps[at]) for at in members):
+            raise UnwritableError("the order of random numbers would change")
+        computed = {node for step in steps for node in step.makes}
+        available = {node for step in steps[: members[-1]] for node in step.makes} - inside
+        available |= {node for step in steps for node in step.reads} - computed
+        arguments, reads = self._arguments(run, available)
+        makes = self._results(run, read_after)
+        paths = list(makes)
+        takes_first = paths == [(0,)]
+        unpacked = None if takes_first or paths == [()] else unpacked_places(run.result, paths)
+        arguments = replace(arguments, takes_first=takes_first, unpacked=unpacked)
+        name = f"self.{run.name}" if run.is_method else run.name
+        return FunctionStep(name, run, reads, tuple(makes.values()), nodes, arguments), members
+
+    def _results(self, run: FunctionRun, read_after: AbstractSet[fx.Node]) -> dict[tuple[int, ...], fx.Node]:
+        """The results of a call that are read after it, by their indices in tuples. Raises UnwritableError if another
+        value inside is read after it."""
+        places = self._places.get(run.key, {})
+        results = {path: places[name, path] for name, path in sorted(places) if name == RETURNED}
+        results = {path: node for path, node in results.items() if node in read_after}
+        if not results or set(results.values()) != read_after or len(results) != len(read_after):
+            raise UnwritableError("a value inside is read outside, or returned twice")
+        return results
+
+    def _check_branches(self, run: FunctionRun, inside: AbstractSet[fx.Node]) -> None:
+        """Raise UnwritableError if a call has a part of what one mode runs, or is told the mode by an argument."""
+        parts = {node.meta.get(BRANCH) for node in inside}
+        if len(parts) == 1:
+            return  # one mode runs all of it, or both do
+        if any(not self._branches[part.number] <= inside for part in parts if part is not None):
+            raise UnwritableError("only a part of what a mode runs is in it")
+        if any(isinstance(form, PlainValue) and isinstance(form.value, bool) for _, form in run.arguments):
+            raise UnwritableError("an argument may be the mode")
+
+    def _arguments(
+        self, run: FunctionRun, available: AbstractSet[fx.Node]
+    ) -> tuple[CallArguments, tuple[fx.Node, ...]]:
+        """The arguments of a call, and the values that it takes. Raises UnwritableError."""
+        places = self._places.get(run.key, {})
+        parameters = inspect.signature(run.function).parameters
+        reads: list[fx.Node] = []
+
+        def position_of(name: str, path: tuple[int, ...]) -> int:
+            node = places.get((name, path))
+            if node is None or not (node in available or node.op == "get_attr"):
+                raise UnwritableError(f"{name} is not at hand")
+            if node not in reads:
+                reads.append(node)
+            return reads.index(node)
+
+        author_call = self._source.call_of(run)
+        author_positional = _positional(author_call)
+        tensors = (node for node in available if isinstance(node.meta.get("val"), torch.Tensor))
+        sizes = {size.expression for node in tensors for size in shape_of(node) if isinstance(size, SymbolicSize)}
+        values: list[tuple[str, int | tuple[int, ...] | Passed | None]] = []
+        settings: list[tuple[str, object]] = []
+        is_positional = True
+        for number, (name, form) in enumerate(run.arguments):
+            parameter = parameters.get(name)
+            if parameter is None or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                raise UnwritableError(f"{name} is one of several arguments")
+            is_positional &= parameter.kind is not parameter.KEYWORD_ONLY
+            is_positional &= number < author_positional or parameter.default is parameter.empty
+            keyword = "" if is_positional else name
+            if form is ...:
+                values.append((keyword, position_of(name, ())))
+            elif isinstance(form, tuple) and form and all(part is ... for part in form):
+                values.append((keyword, tuple(position_of(name, (index,)) for index in range(len(form)))))
+            else:
+                value = _plain(name, form, sizes)
+                if _follows_dtype(value) and not _is_fixed(author_call, number, name):
+                    raise UnwritableError(f"{name} may follow the dtype of the model")
+                if not keyword:
+                    values.append(("", Passed(value)))
+                elif not _equal(value, parameter.default):
+                    settings.append((name, value))
+        return CallArguments(tuple(values), tuple(settings)), tuple(reads)
+
+
+def _plain(name: str, form: object, sizes: AbstractSet[sympy.Expr]) -> object:
+    """The value of an argument that is a number, a size, or a tuple of these. Raises UnwritableError for anything else.
+
+    Args:
+        sizes: those of the tensors that the text has.
+    """
+    if isinstance(form, tuple):
+        return tuple(_plain(name, part, sizes) for part in form)
+    if not isinstance(form, PlainValue):
+        raise UnwritableError(f"{name} is no tensor and no number")
+    if isinstance(form.value, SymbolicSize) and form.value.expression not in sizes:
+        raise UnwritableError(f"no tensor has the size {name}")
+    return form.value
+
+
+def _positional(author_call: ast.Call | None) -> int:
+    """How many arguments the author gives by position; 0 if that is not known."""
+    if author_call is None or any(isinstance(value, ast.Starred) for value in author_call.args):
+        return 0
+    return len(author_call.args)
+
+
+_LIMITS: Final = frozenset(
+    abs(getattr(torch.finfo(dtype), limit))
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    for limit in ("min", "max", "eps", "tiny")
+)
+
+
+def _follows_dtype(value: object) -> bool:
+    """Return whether an argument may be another one in a model of another dtype."""
+    if isinstance(value, torch.dtype):
+        return value.is_floating_point
+    return isinstance(value, float) and abs(value) in _LIMITS
+
+
+def _is_fixed(author_call: ast.Call | None, number: int, name: str) -> bool:
+    """Return whether the author gives an argument as ``torch.float32``, or does not give it."""
+    if author_call is None or any(isinstance(value, ast.Starred) for value in author_call.args):
+        return False
+    keywords = {keyword.arg: keyword.value for keyword in author_call.keywords}
+    if None in keywords:  # **settings
+        return False
+    value = author_call.args[number] if number < len(author_call.args) else keywords.get(name)
+    match value:
+        case None | ast.Attribute(value=ast.Name(id="torch")):
+            return True
+    return False
+
+
+def _equal(value: object, default: object) -> bool:
+    """Return whether a number is the default of its parameter."""
+    with suppress(Exception):
+        return type(value) is type(default) and bool(value == default)
+    return False
