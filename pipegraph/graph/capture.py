@@ -25,7 +25,7 @@ from pipegraph.graph.export.dynamic_shapes import BATCH, WantedSizes, wanted_siz
 from pipegraph.graph.export.executed_lines import LineRecorder, record_lines
 from pipegraph.graph.export.input_sizes import fixed_sizes
 from pipegraph.graph.export.isolation import attributes_restored, torch_state_restored
-from pipegraph.graph.export.operation_record import device_branch
+from pipegraph.graph.export.operation_record import device_branch, operations_by_layer
 from pipegraph.graph.export.other_dtype import mark_dtypes, other_dtypes
 from pipegraph.graph.export.trace import Example, Trace, trace
 from pipegraph.graph.export.unrolled_sizes import unrolled_sizes
@@ -45,6 +45,7 @@ from pipegraph.graph.partition.split_points import find_segments
 from pipegraph.graph.pass_order import run_all_passes, run_passes
 from pipegraph.graph.passes.modes import may_differ_by_mode, settle_fixed_modes
 from pipegraph.graph.passes.resize import resize
+from pipegraph.graph.repeated_layers import Recorded, are_repeated, few_layers, layer_runs, with_all_layers
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.graph.symbolic_size import FixedSize, InputDimension
 from pipegraph.progress import listen, track
@@ -162,11 +163,75 @@ def _capture(
     batch: int | None = None,
     seq: int | None = None,
     is_written: bool = True,
+    has_dtypes: bool = False,
+) -> Captured:
+    """Capture a model, with a few of its layers if the others are equal. The arguments are as `_capture_whole` has
+    them."""
+
+    def captured_now() -> Captured:
+        return _capture_whole(
+            model, example, requested_sizes, declared, batch, seq, is_written=is_written, has_dtypes=has_dtypes
+        )
+
+    captured = _capture_in_part(model, example, is_written, captured_now) or captured_now()
+    if captured.not_trained:
+        warnings.warn(
+            f"{captured.model_name} is captured in evaluation mode alone, and its stages refuse training mode: "
+            f"{captured.not_trained}",
+            stacklevel=3,
+        )
+    return captured
+
+
+def _capture_in_part(
+    model: nn.Module, example: Example, is_written: bool, captured_now: Callable[[], Captured]
+) -> Captured | None:
+    """Capture a model with a few of its equal layers, and add the others; None if it has none, or if it does not do in
+    them what it does in the few.
+
+    Args:
+        captured_now: captures the model with the layers that it has then.
+    """
+    runs = layer_runs(model)
+    if not runs:
+        return None
+    layers = {name: layer for run in runs for name, layer in run.equal_layers.items()}
+
+    def recorded() -> list[Recorded]:
+        modes = modes_of(model)[: 2 if is_written else 1]
+        return [operations_by_layer(model, mode, *example, layers) for mode in modes]
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            whole = recorded()
+            with few_layers(runs):
+                if not all(are_repeated(*pair, runs) for pair in zip(recorded(), whole, strict=True)):
+                    return None
+                captured = captured_now()
+            captured = with_all_layers(captured, model, runs)
+        except Exception:  # what the model raises without its other layers
+            return None
+    for warning in caught:
+        warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    captured = replace(captured, segments=find_segments(captured))
+    dump("segments", lambda: segments_text(captured))
+    return captured
+
+
+def _capture_whole(
+    model: nn.Module,
+    example: Example,
+    requested_sizes: WantedSizes,
+    declared: DeclaredRoles,
+    batch: int | None = None,
+    seq: int | None = None,
+    is_written: bool = True,
     not_trained: str = "",
     only_once: bool = False,
     has_dtypes: bool = False,
 ) -> Captured:
-    """Capture a model.
+    """Capture a model with all its layers.
 
     Args:
         is_written: whether the graph is to be written as source: only then it has what the model does in evaluation
@@ -210,7 +275,7 @@ def _capture(
         except EvaluationCaptureError as error:
             if any(entry.training for entry in modules.values()):
                 raise CaptureError(error.message) from error
-            return _capture(
+            return _capture_whole(
                 model,
                 example,
                 requested_sizes,
@@ -262,12 +327,6 @@ def _capture(
         for dtype in other_dtypes(model):
             record_lines(lines, model, modes[:1], *traced.example, dtype)
         captured = replace(captured, lines=lines.lines(model))
-    if captured.not_trained:
-        warnings.warn(
-            f"{captured.model_name} is captured in evaluation mode alone, and its stages refuse training mode: "
-            f"{captured.not_trained}",
-            stacklevel=4,
-        )
     captured = replace(captured, segments=find_segments(captured))
     dump("segments", lambda: segments_text(captured))
     if only_once or not is_written or requested_sizes.fixed is None:
@@ -277,7 +336,9 @@ def _capture(
     def again(other_example: Example) -> Captured:
         first, example_length = (candidate.tensors()[0][1].shape[1:2] for candidate in (other_example, example))
         tokens = seq if first == example_length else None
-        return _capture(model, other_example, requested_sizes, declared, batch, tokens, True, not_trained, True)
+        return _capture_whole(
+            model, other_example, requested_sizes, declared, batch, tokens, True, not_trained, only_once=True
+        )
 
     by_user = requested_sizes.fixed  # stays fixed
     fixed = {dimension: size for dimension, size in fixed_dimensions.items() if dimension not in by_user}

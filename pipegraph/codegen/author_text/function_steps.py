@@ -103,7 +103,9 @@ class FunctionSteps:
             raise UnwritableError("it writes into a tensor")
         self._check_branches(run, inside)
         read_after = {node for node in nodes if node in results or any(user not in inside for user in node.users)}
-        between = [step for at, step in enumerate(steps[members[0] : members[-1]], members[0]) if at not in set(members)]
+        between = [
+            step for at, step in enumerate(steps[members[0] : members[-1]], members[0]) if at not in set(members)
+        ]
         if any(not read_after.isdisjoint(step.reads) for step in between):
             raise UnwritableError("a statement in between reads a result")
         if any(map(has_effects, between)) and any(has_effects(steps[at]) for at in members):

@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from types import FrameType
@@ -16,6 +17,7 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from pipegraph.errors import is_user_file
@@ -154,7 +156,10 @@ class _OperationRecord(TorchDispatchMode):
     def __init__(self, names: Sequence[tuple[torch.Tensor, object]]) -> None:
         super().__init__()
         self.operations: Operations = []
-        self._origins = {id(tensor): (tensor, hash(name)) for tensor, name in names}  # holds them: an id stays its own
+        # Holds the tensors: an id stays its own.
+        self._origins: dict[int, tuple[torch.Tensor, Any]] = {
+            id(tensor): (tensor, self._first_origin(name)) for tensor, name in names
+        }
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -172,12 +177,17 @@ class _OperationRecord(TorchDispatchMode):
         if func is torch.ops.aten.slice.Tensor:
             described = _slice(*described[0], **described[1])
         self.operations.append((func, described))
-        operation_hash = hash((func, str(described)))
+        origin_of = self._result_origins(func, described)
         leaves = [result] if isinstance(result, torch.Tensor) else pytree.tree_leaves(result)
         for position, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
-                self._origins[id(leaf)] = leaf, hash((operation_hash, position))
+                self._origins[id(leaf)] = leaf, origin_of(position)
         return result
+
+    def _result_origins(self, func: Any, described: Any) -> Callable[[int], Any]:
+        """A function that returns what stands for a result of the last operation, by its position."""
+        operation_hash = hash((func, str(described)))
+        return lambda position: hash((operation_hash, position))
 
     def add_results(self, results: Any) -> None:
         """List what a model returns after its operations."""
@@ -193,10 +203,70 @@ class _OperationRecord(TorchDispatchMode):
             return {name: self._described(argument) for name, argument in value.items()}
         return value
 
-    def _origin(self, tensor: torch.Tensor) -> int:
+    def _first_origin(self, name: object) -> Any:
+        """What stands for a parameter, a buffer or an input."""
+        return hash(name)
+
+    def _origin(self, tensor: torch.Tensor) -> Any:
         if id(tensor) not in self._origins:
             self._origins[id(tensor)] = tensor, hash(values_of(tensor))
         return self._origins[id(tensor)][1]
+
+
+class Result(NamedTuple):
+    """A result of an operation: the number of the operation, and its position there."""
+
+    operation: int
+    position: int
+
+
+class _LayerRecord(_OperationRecord):
+    """Names each tensor by what it is, or by the operation that returned it, and knows where layers begin."""
+
+    def __init__(self, names: Sequence[tuple[torch.Tensor, object]]) -> None:
+        super().__init__(names)
+        self.starts: dict[str, list[int]] = {}
+
+    def _first_origin(self, name: object) -> Any:
+        return name
+
+    def _result_origins(self, func: Any, described: Any) -> Callable[[int], Any]:
+        return partial(Result, len(self.operations) - 1)
+
+
+def operations_by_layer(
+    model: nn.Module,
+    mode: Mapping[nn.Module, bool],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    layers: Mapping[str, nn.Module],
+) -> tuple[Operations, Mapping[str, list[int]]]:
+    """Run a model, which is left as it was, and return its operations, the last of which is what it returns.
+
+    For a tensor stand its shape, its dtype, and the name of the parameter or input that it is, or its `Result`.
+
+    Args:
+        layers: modules, by name.
+
+    Returns:
+        the operations, and where each of the modules began, for each call.
+
+    Raises whatever the model raises on tensors without values.
+    """
+    names = {id(module): name for name, module in layers.items()}
+    with _recording(model, mode, args, kwargs, _LayerRecord) as (record, fake_args, fake_kwargs):
+
+        def begin(module: nn.Module, inputs: Any) -> None:
+            if id(module) in names:
+                record.starts.setdefault(names[id(module)], []).append(len(record.operations))
+
+        hook = register_module_forward_pre_hook(begin)
+        try:
+            results = model(*fake_args, **fake_kwargs)
+        finally:
+            hook.remove()
+    record.add_results(results)
+    return record.operations, record.starts
 
 
 class _SwitchedOffRecord(_OperationRecord):
