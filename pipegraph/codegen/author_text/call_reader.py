@@ -18,7 +18,7 @@ from pipegraph.codegen.forward.items import Step
 from pipegraph.codegen.names.identifiers import unused
 from pipegraph.codegen.names.source_statements import SourceStatements
 from pipegraph.codegen.syntax.statements import SourceText
-from pipegraph.graph.calls import CallTree, CallValues, FunctionRun, StageMembers
+from pipegraph.graph.calls import CallTree, CallValues, FunctionRun, StageMembers, argument_place, sorted_by_place
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.model_structure import is_layer_of_torch
 from pipegraph.graph.nodes import path_of
@@ -47,7 +47,31 @@ class CallReader:
         self._graph_lines, self._autograd_functions = graph_lines, autograd_functions
         self._variable_places = variables_by_call(captured.nodes)
         self._class_lines = ClassLines(captured, source)
+        self._arguments: dict[str, list[fx.Node]] = {}
+        for node in captured.nodes:
+            for call in node.meta.get("argument_of", {}):
+                self._arguments.setdefault(call, []).append(node)
         self._functions = FunctionSteps(captured.nodes, source)
+        attributes = (value for entry in captured.modules.values() for value in vars(entry.module).values())
+        self._texts = frozenset(value for value in attributes if isinstance(value, str))
+
+    def with_unread_tensors(self, members: StageMembers, called: CallValues) -> CallValues:
+        """A call with the tensors among its arguments that none of its operations reads: its text may read their
+        dtypes and devices. It takes those that the call around it computed before, in this stage."""
+        operation = next(iter(called.nodes), None)
+        if operation is None or called.tree.call not in dict(path_of(operation)):
+            return called
+        path = path_of(operation)
+        around = path[: list(dict(path)).index(called.tree.call)]
+        call, unread = called.tree.call, []
+        for node in self._arguments.get(call_name(call), ()):
+            place = argument_place(node, call)
+            is_inside = node in members.nodes and path_of(node)[: len(around)] == around
+            if node not in called.reads and is_inside and place is not None and place.name is not None:
+                unread.append(node)
+        reads = [*called.reads, *unread]
+        ordered = sorted_by_place(reads, (argument_place(node, call) for node in reads))
+        return replace(called, reads=ordered) if unread else called
 
     def modules_differ(self, fqn: str) -> bool:
         """Return whether the modules of the class of a module run different lines."""
@@ -79,6 +103,7 @@ class CallReader:
             graph_lines=self._graph_lines,
             autograd_functions=self._autograd_functions,
             whole_methods=frozenset(),
+            texts=self._texts,
         )
 
         def add_function(run: FunctionRun) -> None:
@@ -161,9 +186,12 @@ class CallReader:
             is_in_stage = stage_part is None or node in members.nodes or node in stage_part.parameters
             return node if is_in_stage else None
 
+        unread = unread_parameters(called, variables)
+        arguments = (argument_place(node, tree.call) for node in self._arguments.get(call_name(tree.call), ()))
+        tensors = {place.name for place in arguments if place is not None}
         surroundings = ForwardSurroundings(
             stage_part,
-            unread_parameters(called, variables),
+            unread,
             partial(value_of, variables),
             variables.is_none,
             check_child,
@@ -171,6 +199,8 @@ class CallReader:
             self._graph_lines,
             self._autograd_functions,
             whole_methods,
+            unread_tensors=frozenset(name for name in unread if name in tensors and stage_part is None),
+            texts=self._texts,
         )
         if all_branches:
             surroundings = replace(

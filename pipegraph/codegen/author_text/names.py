@@ -186,6 +186,8 @@ class ForwardSurroundings:
             well; None if it has no others.
         of_method: (first line of a method, lines of the statement that calls it) → the same of the method; None in a
             method.
+        unread_tensors: those of `unread` that are tensors, whose dtype and device a text may read.
+        texts: the texts that modules of the model hold, such as the names of activations.
     """
 
     stage_part: StagePart | None
@@ -199,6 +201,8 @@ class ForwardSurroundings:
     whole_methods: AbstractSet[str]
     module_lines: frozenset[tuple[str, int]] | None = None
     of_method: Callable[[int, frozenset[int]], ForwardSurroundings] | None = None
+    unread_tensors: frozenset[str] = frozenset()
+    texts: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -215,6 +219,7 @@ class ReadNames:
         attributes: of the module that are no tensors and no modules → their values.
         base: the layer of torch whose ``forward`` the text calls by ``super()``; None without one.
         attributes_set: the attributes that the text sets.
+        unread_tensors: the parameters of which the text reads the dtype or the device, and no operation the values.
         children: attributes that are modules, and attributes of containers of modules: ``transformer.wte``.
         functions: of the model's source → their text, each after those that it calls.
         constants: of the model's source → their values.
@@ -231,6 +236,7 @@ class ReadNames:
     attributes: dict[str, Expression] = field(default_factory=dict)
     base: type[nn.Module] | None = None
     attributes_set: set[str] = field(default_factory=set)
+    unread_tensors: set[str] = field(default_factory=set)
     children: set[str] = field(default_factory=set)
     functions: dict[str, str] = field(default_factory=dict)
     constants: dict[str, Expression] = field(default_factory=dict)
@@ -297,7 +303,7 @@ def origin_of(file: str) -> str:
     return path.name if license_name is None else f"{path.name} ({license_name[1]})"
 
 
-_STANDARD: Final = {
+STANDARD: Final = {
     "F": "import torch.nn.functional as F",
     "OrderedDict": "from collections import OrderedDict",
     "Tensor": "from torch import Tensor",
@@ -321,7 +327,7 @@ class SharedNames:
     def __init__(self, classes: set[str]) -> None:
         names = "|".join(map(re.escape, classes))
         self._is_class = re.compile(rf"({names})(Start|Middle|End)?\d*").fullmatch
-        self._meanings: dict[str, object] = dict(_STANDARD)
+        self._meanings: dict[str, object] = dict(STANDARD)
         self.functions: list[FunctionSource] = []
 
     def meanings_of(self, names: ReadNames) -> dict[str, object]:

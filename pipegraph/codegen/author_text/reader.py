@@ -6,6 +6,7 @@ import ast
 import builtins
 import inspect
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
@@ -20,6 +21,7 @@ from pipegraph.codegen.author_text.cut import FunctionCut, TextLine, UnwritableE
 from pipegraph.codegen.author_text.edits import Edit, OpenSizes, UsedSides, edited, present, replacement
 from pipegraph.codegen.author_text.headers import part_header, with_known_annotations
 from pipegraph.codegen.author_text.names import (
+    STANDARD,
     WITH_EFFECTS,
     AbsentPart,
     ForwardSurroundings,
@@ -56,7 +58,8 @@ from pipegraph.codegen.author_text.statements import (
     variables,
     without_unused,
 )
-from pipegraph.codegen.syntax.expressions import Name, literal
+from pipegraph.codegen.expressions.torch_modules import module_constructor
+from pipegraph.codegen.syntax.expressions import Collection, Expression, Name, Template, literal
 from pipegraph.graph.calls import FunctionRun
 from pipegraph.graph.captured import ExecutedLines, LineStep
 from pipegraph.graph.export.executed_lines import is_of_model
@@ -265,6 +268,16 @@ class _SourceReader:
             raise UnwritableError("it uses super of a class of the model")
         return base
 
+    def table_of(self, value: object) -> Expression | None:
+        """What a table of layers or functions of torch has for the texts that modules of the model hold, as
+        ``ACT2FN`` has ``nn.SiLU()`` for "silu"; None for anything else."""
+        if not isinstance(value, Mapping):
+            return None
+        keys = [key for key in sorted(self._surroundings.texts) if key in value]
+        written = {key: _written_entry(value[key]) for key in keys}
+        entries = [Template("{}: {}", (literal(key), entry)) for key, entry in written.items() if entry is not None]
+        return Collection(tuple(entries), "{}") if entries else None
+
     def may_have_run(self, function: FunctionType) -> bool:
         """Return whether a function ran, or is in a file whose lines are not recorded."""
         code = inspect.unwrap(function).__code__
@@ -288,6 +301,40 @@ class _SourceReader:
         return decorators
 
 
+def _written_entry(entry: Any) -> Expression | None:
+    """A layer or a function of torch as it is written, also if a layer of a library does nothing but call it."""
+    if isinstance(entry, nn.Module):
+        return module_constructor(entry) or _called_function(entry)
+    return Name(name) if (name := function_name(entry)) else None
+
+
+def _called_function(module: nn.Module) -> Expression | None:
+    """``F.silu`` for a module without tensors whose ``forward`` is ``return nn.functional.silu(input)``."""
+    function = inspect.unwrap(type(module).forward)
+    if any(True for _ in (*module.children(), *module.parameters(), *module.buffers())):
+        return None
+    if not isinstance(function, FunctionType):
+        return None
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    except (OSError, SyntaxError):
+        return None
+    match tree:
+        case ast.FunctionDef(
+            args=ast.arguments(args=[_, ast.arg(parameter)]),
+            body=[ast.Return(ast.Call(called, [ast.Name(argument)], []))],
+        ) if parameter == argument:
+            value: Any = function.__globals__
+            first, *attributes = ast.unparse(called).split(".")
+            value = value.get(first)
+            for attribute in attributes:
+                value = getattr(value, attribute, None)
+            return Name(name) if (name := function_name(value)) else None
+    return None
+
+
+_OF_ANY_TENSOR: Final = ("dtype", "device")
+"""Attributes that are the same for all tensors that a model computes with."""
 _END: Final = sys.maxsize  # the line of the ``return`` of a part
 
 
@@ -470,7 +517,10 @@ class _Text:
             part = surroundings.stage_part
             names = surroundings.unread if part is None else part.parameters.values()
             is_left_out = node.id in names and id(node) in passed_on
-            if not is_left_out:
+            attribute = self._parents.get(id(node))
+            if node.id in surroundings.unread_tensors and attribute is not None and attribute.attr in _OF_ANY_TENSOR:
+                self._names.unread_tensors.add(node.id)
+            elif not is_left_out:
                 raise UnwritableError(f"{node.id} is no tensor")
         texts = {*self._names.methods, *self._names.functions}
         try:
@@ -641,8 +691,10 @@ class _Text:
             self._reader.add_function(value, name)
         elif isinstance(value, type) and issubclass(value, torch.autograd.Function) and value.__name__ == name:
             self._reader.add_autograd_function(name)
-        elif (constant := plain_expression(value)) is not None:
+        elif (constant := plain_expression(value) or self._reader.table_of(value)) is not None:
             self._names.constants[name] = constant
+            read = (standard for standard in ("F", "nn", "torch") if f"{standard}." in constant.text)
+            self._names.imports |= {standard: STANDARD[standard] for standard in read}
         else:
             raise UnwritableError(f"{name} is a {type(value).__name__}, which no package can import")
 

@@ -260,6 +260,10 @@ def _is_number_of_features(argument: ast.expr) -> bool:
             return False
         case ast.Name() | ast.Subscript() | ast.Starred() | ast.Call(ast.Attribute(attr="size")):
             return False  # rows, x.shape[1], *x.shape[:-1], x.size(1)
+        case ast.BinOp(left, ast.Add() | ast.Sub(), right):
+            return any(not isinstance(part, ast.Constant) and _is_number_of_features(part) for part in (left, right))
+        case ast.BinOp(left, _, right):
+            return _is_number_of_features(left) or _is_number_of_features(right)
     return True
 
 

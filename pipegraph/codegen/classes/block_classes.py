@@ -93,11 +93,13 @@ class AuthorClass(NamedTuple):
         constructor: its constructor, and the modules in it.
         has_author_results: whether it returns what the author's class does: tensors in tuples.
         parameters: the parameters of its ``forward`` if it is a part of the author's class.
+        unread_tensors: the parameters of which it reads only the dtype or the device.
     """
 
     constructor: Constructor
     has_author_results: bool
     parameters: tuple[str, ...] | None
+    unread_tensors: frozenset[str]
 
 
 class AuthorText(NamedTuple):
@@ -109,6 +111,7 @@ class AuthorText(NamedTuple):
         tree, modules: the modules.
         has_author_results: as `AuthorClass` has it.
         base: the class that it derives from.
+        unread_tensors: as `AuthorClass` has it.
     """
 
     source: SourceText
@@ -117,6 +120,7 @@ class AuthorText(NamedTuple):
     modules: Modules
     has_author_results: bool
     base: BaseClass
+    unread_tensors: frozenset[str]
 
 
 class StageContents(NamedTuple):
@@ -204,7 +208,12 @@ class BlockClasses:
             text = self._author_text(members, called, variables, stage_part, first)
             tree, modules, parameters = text.tree, text.modules, tuple(stage_part.parameters.values())
         self.called[stage.index] = modules.called
-        fqns = (fqn for fqn in stage.state if fqn.rpartition(".")[0] not in modules.of_torch)
+        # No reset_parameters() of torch initialises what a parametrization computes a weight from.
+        fqns = (
+            fqn
+            for fqn in stage.state
+            if fqn.rpartition(".")[0] not in modules.of_torch or "parametrizations" in fqn.split(".")
+        )
         self.package_tensors.update(self._captured.state[fqn].canonical for fqn in fqns)
         return StageContents(contents, tree, modules, tuple(parameters), text)
 
@@ -376,7 +385,13 @@ class BlockClasses:
             return self._call(called, *author_class.constructor, parameters=author_class.parameters)
         module = self._captured.modules[called.tree.fqn].module
         # The text computes other values from its arguments: a pass left out two permutations that undo each other.
-        reads = tuple(node for node in called.reads if argument_place(node, called.tree.call) is not None)
+        if author_class.unread_tensors:
+            called = self._reader.with_unread_tensors(members, called)
+        places = {node: argument_place(node, called.tree.call) for node in called.reads}
+        reads = tuple(node for node in called.reads if places[node] is not None)
+        names = {name for place in places.values() if place is not None for name in place.names}
+        if not author_class.unread_tensors <= names:
+            return None  # no tensor is at hand
         called = replace(called, reads=reads)
         arguments = author_arguments(module, called, author_class.has_author_results)
         if arguments is None:
@@ -419,7 +434,7 @@ class BlockClasses:
         fqns, run, of_torch = text.modules
         constructor = call(source.name), Modules(fqns | {fqn}, run | {fqn}, of_torch)
         parameters = None if stage_part is None else tuple(stage_part.parameters.values())
-        return AuthorClass(constructor, text.has_author_results, parameters)
+        return AuthorClass(constructor, text.has_author_results, parameters, text.unread_tensors)
 
     def _general_variant(
         self, members: StageMembers, called: CallValues, variables: CallVariables, text: AuthorText
@@ -536,7 +551,8 @@ class BlockClasses:
         inside = [modules for _, modules in constructors.values()]
         fqns, run, of_torch = (frozenset[str]().union(*(modules[part] for modules in inside)) for part in range(3))
         modules = Modules(fqns, run, of_torch)
-        return AuthorText(source, init, module_tree, modules, text.has_author_results, base)
+        unread = frozenset(names.unread_tensors)
+        return AuthorText(source, init, module_tree, modules, text.has_author_results, base, unread)
 
     def _base(self, fqn: str, names: ReadNames) -> BaseClass:
         """The class that the class of a module derives from. Raises UnwritableError."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
+from torch.nn.utils import parametrize
 
 from pipegraph.codegen.syntax.expressions import (
     Argument,
@@ -51,6 +52,8 @@ def module_constructor(module: nn.Module) -> FunctionCall | None:
     None if the module is no ``nn.MultiheadAttention`` or module of ``torch.nn`` without children, or if the constructor
     would not make an equal one (which is tried on the meta device).
     """
+    if parametrize.is_parametrized(module):
+        return _parametrized_constructor(module)
     cls = type(module)
     cls = _PUBLIC.get(cls.__name__, cls) if cls.__module__.startswith("torch.nn.modules") else cls
     if not cls.__module__.startswith("torch.nn.modules") or getattr(nn, cls.__name__, None) is not cls:
@@ -59,6 +62,45 @@ def module_constructor(module: nn.Module) -> FunctionCall | None:
         return None
     values = _constructor_arguments(cls, module)
     return None if values is None or not _makes_equal(cls, values, module) else _constructor_call(cls, values)
+
+
+# The class of a parametrization in torch → the function that registers it, and its arguments as attributes.
+_PARAMETRIZATIONS: Mapping[str, tuple[Callable[..., nn.Module], tuple[str, ...]]] = {
+    "_WeightNorm": (nn.utils.parametrizations.weight_norm, ("dim",)),
+    "_SpectralNorm": (nn.utils.parametrizations.spectral_norm, ("n_power_iterations", "eps", "dim")),
+}
+
+
+def _parametrized_constructor(module: nn.Module) -> FunctionCall | None:
+    """``nn.utils.parametrizations.weight_norm(nn.Conv1d(8, 8, 3), dim=2)``; None for other parametrizations.
+
+    A parametrized layer is of a class that torch derives from the layer's, with a list for each of its tensors.
+    """
+    lists = dict(module.parametrizations.items())  # type: ignore[union-attr, operator]
+    name, parametrizations = next(iter(lists.items()))
+    register, attributes = _PARAMETRIZATIONS.get(type(parametrizations[0]).__name__, (None, ()))
+    cls = type(module).__mro__[1]
+    if register is None or len(lists) > 1 or len(parametrizations) > 1 or getattr(nn, cls.__name__, None) is not cls:
+        return None
+    values = _constructor_arguments(cls, module)
+    twin, written = (None, None) if values is None else (_twin(cls, values), _constructor_call(cls, values))
+    if twin is None or written is None:
+        return None
+    given = {"name": name} | {key: getattr(parametrizations[0], key) for key in attributes}
+    try:
+        with torch.device("meta"):
+            registered = register(twin, **given)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    if _shapes(registered) != _shapes(module) or _settings(registered) != _settings(module):
+        return None
+    defaults = inspect.signature(register).parameters
+    settings = {
+        key: literal(value)
+        for key, value in given.items()
+        if value != (0 if defaults[key].default is None else defaults[key].default)
+    }
+    return call(f"nn.utils.parametrizations.{register.__name__}", written, **settings)
 
 
 class BaseClass(NamedTuple):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import textwrap
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
+from typing import Final
 
 import torch
 from torch import fx
@@ -14,6 +17,7 @@ from pipegraph.graph.calls import CallTree, argument_place, functions_of
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.custom_functions import applied_function
 from pipegraph.graph.graph_text import value_text
+from pipegraph.graph.model_structure import class_text, is_layer_of_torch
 from pipegraph.graph.nodes import path_of
 from pipegraph.graph.operators import operator_of
 from pipegraph.torch_private.operators import OpOverload, operator_name
@@ -88,14 +92,34 @@ class ModelNames:
         return "End" if operations[-1] in nodes else "Start" if operations[0] in nodes else "Middle"
 
     def docstring(self, call: CallTree, reads: Sequence[fx.Node], makes: Sequence[fx.Node]) -> str:
-        """The docstring of a class: its origin, a place in the model, and the shapes of inputs and outputs there."""
+        """The docstring of a class: what its author says of it, its origin, a place in the model, and the shapes of
+        inputs and outputs there."""
         module = self._captured.modules[call.fqn]
         source = f" ({prose(module.source)})" if module.source else ""
+        summary = summary_of(type(module.module))
+        origin = f"{summary}  {prose(module.class_name)}" if summary else prose(module.class_name)
         if not call.items:
-            return f"{prose(module.class_name)}{source}, as in {prose(call.fqn)}."
+            return f"{origin}{source}, as in {prose(call.fqn)}."
         where = "as in" if self.is_whole(call) else "a part of it, as in"
         shapes = signature(self.parameters(call, reads), reads, makes)
-        return f"{prose(module.class_name)}{source}, {where} {prose(call.fqn)}.  {shapes}."
+        return f"{origin}{source}, {where} {prose(call.fqn)}.  {shapes}."
+
+
+_LONGEST_SUMMARY: Final = 300  # characters
+
+
+def summary_of(module_class: type) -> str:
+    """The first paragraph of the docstring of a class in its file; empty without one, or if it is a page."""
+    text = None if is_layer_of_torch(module_class) else class_text(module_class)
+    if text is None:
+        return ""
+    try:
+        statement = ast.parse(textwrap.dedent(text.text)).body[0]
+    except (SyntaxError, IndexError):
+        return ""
+    docstring = ast.get_docstring(statement) if isinstance(statement, ast.ClassDef) else None
+    summary = prose(" ".join((docstring or "").split("\n\n")[0].split()).replace("—", "–"))
+    return summary if len(summary) <= _LONGEST_SUMMARY and "\\" not in summary else ""
 
 
 def prose(text: str) -> str:
