@@ -212,9 +212,7 @@ CASES = {
             result_1 = self.weight_u
 """,
     Spectral: """
-.expand_as(mv), out=self._v
-                )
-        u = self._u.clone(memory_format=torch.contiguous_format)
+        self.c = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
 """,
     TrainingOnly: """
         h = self.a(x)

@@ -283,17 +283,13 @@ def classes(text: str) -> list[str]:
     return [line.split("(")[0].removeprefix("class ") for line in text.splitlines() if line.startswith("class ")]
 
 
-@pytest.mark.parametrize(
-    ("case", "functions"),
-    [
-        ("weight normalisation", ["torch._weight_norm("]),
-    ],
-)
-def test_operators_without_a_module_are_functions_of_torch(case: str, functions: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["weight normalisation", "spectral normalisation"])
+def test_a_normalised_layer_is_made_by_a_function_of_torch(case: str, tmp_path: Path) -> None:
     build, cut, args = CASES[case]
     text = source(split(tmp_path, build(), tuple(args), cut=cut))
-    assert [function for function in functions if function not in text] == []
-    assert "torch.ops" not in text
+    function = case.partition(" ")[0]
+    assert f"nn.utils.parametrizations.{function}_norm(nn.Linear(8, 8))" in text
+    assert "_weight_norm(" not in text and "torch.ops" not in text
 
 
 def test_equal_layers_share_one_class(tmp_path: Path) -> None:

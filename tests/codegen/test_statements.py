@@ -31,14 +31,14 @@ class Long(Steps):
 
     def steps(self, x: Tensor) -> Tensor:
         weighted_values = (
-            x.exp().clamp(min=0.25, max=0.75) * 0.5 + x.sin().clamp(min=0.25, max=0.75) - self.first(x).clamp(min=0.25)
+            x.exp().clamp(min=0.25, max=0.7) * 0.5 + x.sin().clamp(min=0.25, max=0.7) - self.first(x).clamp(min=0.25)
         )
         return weighted_values
 
 
 class TooLong(Steps):
     def steps(self, x: Tensor) -> Tensor:
-        normalised = (x.exp().clamp(min=0.25, max=0.75) / x.exp().clamp(min=0.25, max=0.75).sum(-1, keepdim=True)) * (
+        normalised = (x.exp().clamp(min=0.25, max=0.7) / x.exp().clamp(min=0.25, max=0.7).sum(-1, keepdim=True)) * (
             self.first(x).clamp(min=0.25) + self.second_projection(x).clamp(min=0.125, max=0.875)
         )
         return normalised
@@ -109,16 +109,21 @@ class Overwritten(Steps):
         return torch.stack(values).sum(0) + state
 
 
+STEPS = ["return self.steps(x)", "", "    def steps(self, x: Tensor) -> Tensor:"]
 CASES = {
     Long: [
-        "return (",
-        "    x.exp().clamp(min=0.25, max=0.75) * 0.5 + x.sin().clamp(min=0.25, max=0.75)"
-        " - self.first(x).clamp(min=0.25)",
+        *STEPS,
+        "weighted_values = (",
+        "    x.exp().clamp(min=0.25, max=0.7) * 0.5 + x.sin().clamp(min=0.25, max=0.7) - self.first(x).clamp(min=0.25)",
         ")",
+        "return weighted_values",
     ],
     TooLong: [
-        "normalised = x.exp().clamp(min=0.25, max=0.75) / x.exp().clamp(min=0.25, max=0.75).sum(-1, keepdim=True)",
-        "return normalised * (self.first(x).clamp(min=0.25) + self.second_projection(x).clamp(min=0.125, max=0.875))",
+        *STEPS,
+        "normalised = (x.exp().clamp(min=0.25, max=0.7) / x.exp().clamp(min=0.25, max=0.7).sum(-1, keepdim=True)) * (",
+        "    self.first(x).clamp(min=0.25) + self.second_projection(x).clamp(min=0.125, max=0.875)",
+        ")",
+        "return normalised",
     ],
     Renewed: [
         "positions = torch.arange(8, device=x.device)",
@@ -128,11 +133,8 @@ CASES = {
         "x = x * positions",
         "return x",
     ],
-    InTurns: ["x = x + self.first(x)", "return x + self.second_projection(x)"],
-    Again: [
-        "x = x + self.second_projection(self.first(x))",
-        "return x + self.second_projection(self.first(x))",
-    ],
+    InTurns: [*STEPS, "for module in (self.first, self.second_projection):", "    x = x + module(x)", "return x"],
+    Again: [*STEPS, "for _ in range(2):", "    x = x + self.second_projection(self.first(x))", "return x"],
     Unbound: [
         "total = self.first(x[0])",
         "for row in x.unbind(0):",
@@ -140,16 +142,12 @@ CASES = {
         "return total",
     ],
     InFunctions: [
-        "return self.steps(x)",
-        "",
-        "    def steps(self, x: Tensor) -> Tensor:",
+        *STEPS,
         "factor = x.mean() + 1",
         "return rotate(x, factor)",
     ],
     Overwritten: [
-        "return self.steps(x)",
-        "",
-        "    def steps(self, x: Tensor) -> Tensor:",
+        *STEPS,
         "values = []",
         "state = x.sin()",
         "for _ in range(3):",

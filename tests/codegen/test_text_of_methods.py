@@ -117,7 +117,7 @@ def test_a_statement_that_names_a_number_of_heads_is_written_from_the_graph_alon
 
 def test_what_numpy_draws_is_a_constant_between_statements_of_the_author(tmp_path: Path) -> None:
     text = text_of(tmp_path, Sampled)
-    assert "numpy" not in text and "generator" not in text
+    assert "np." not in text and "generator" not in text
     assert "        return self.pooled(self.inner(x))\n" in text
     assert (
         """

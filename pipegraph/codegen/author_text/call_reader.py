@@ -83,12 +83,14 @@ class CallReader:
         steps: Sequence[Step],
         names: ReadNames,
         check_names: Callable[[ReadNames], object],
+        check_child: Callable[[str], None],
     ) -> list[Step]:
         """The steps of a call, with one for each call of a function that the text of its class can have.
 
         Args:
             names: of the class, to which the functions are added.
             check_names: raises UnwritableError if a name means something else in another class.
+            check_child: raises UnwritableError if the text cannot call a child as the model does.
         """
         tree, lines = called.tree, self._captured.lines
         assert lines is not None
@@ -98,7 +100,7 @@ class CallReader:
             unread=frozenset(),
             value=lambda name, lines: None,
             is_none=lambda name, lines: False,
-            check_child=lambda name: None,
+            check_child=check_child,
             lines=frozenset(),
             graph_lines=self._graph_lines,
             autograd_functions=self._autograd_functions,

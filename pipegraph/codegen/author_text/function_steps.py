@@ -69,7 +69,7 @@ class FunctionSteps:
         unwritable = set[str]()
         at = 0
         while at < len(joined):
-            for run in functions_of(joined[at].nodes[0]) if isinstance(joined[at], Operation) else ():
+            for run in functions_of(joined[at].nodes[0]) if not isinstance(joined[at], FunctionStep) else ():
                 if run.call != call or run.key in unwritable:
                     continue
                 try:
@@ -97,10 +97,12 @@ class FunctionSteps:
         inside = self._nodes[run.key]
         members = [at for at, step in enumerate(steps) if not inside.isdisjoint(step.nodes)]
         nodes = tuple(node for at in members for node in steps[at].nodes)
-        if not all(isinstance(steps[at], Operation) for at in members) or set(nodes) != inside:
-            raise UnwritableError("it calls modules, or only a part of it is here")
-        if any("writes" in node.meta for node in nodes):
-            raise UnwritableError("it writes into a tensor")
+        calls_modules = not all(isinstance(steps[at], (Operation, FunctionStep)) for at in members)
+        if set(nodes) != inside or (calls_modules and not run.is_method):
+            raise UnwritableError("it calls modules that it is given, or only a part of it is here")
+        names = {node.name for node in nodes}
+        if any(node.meta.get("writes", node.name) not in names for node in nodes):
+            raise UnwritableError("it writes into a tensor that it is given")
         self._check_branches(run, inside)
         read_after = {node for node in nodes if node in results or any(user not in inside for user in node.users)}
         between = [

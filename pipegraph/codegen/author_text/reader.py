@@ -112,9 +112,11 @@ def add_called_function(
                 reader.add_function(run.function, run.name)
         except (AttributeError, RuntimeError, SyntaxError, TypeError, ValueError) as error:
             raise UnwritableError(f"it cannot be read: {error}") from error
-        if (names.children, names.attributes_set, names.base) != (children, attributes_set, base):
+        if (names.attributes_set, names.base) != (attributes_set, base):
             names.base = base
-            raise UnwritableError("it reads modules, or sets attributes")
+            raise UnwritableError("it sets attributes, or uses super")
+        for child in sorted(names.children - children):
+            surroundings.check_child(child)
         methods = {name: "\n".join(line.text for line in text) for name, text in names.methods.items()}
         trees = [ast.parse(text) for name, text in {**methods, **names.functions}.items() if name not in texts]
         if any(divides_features(module, tree, tree) for tree in trees):

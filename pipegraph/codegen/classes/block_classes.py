@@ -466,9 +466,7 @@ class BlockClasses:
         if not self._forms.has_author_text(self._form_name(called.tree.fqn)):
             raise UnwritableError("it is written from the graph")
 
-        def check_child(name: str) -> None:
-            self._children_of_author(members, called.tree, {name})
-
+        check_child = partial(self._check_child, members, called.tree)
         whole_methods = frozenset[str]()
         while True:
             names = partial(self._reader.names, members, called, variables, stage_part, all_branches, check_child)
@@ -488,7 +486,6 @@ class BlockClasses:
     ) -> AuthorText:
         """The text of a class that reads these names. Raises UnwritableError."""
         tree, fqn = called.tree, called.tree.fqn
-        constructors = self._children_of_author(members, tree, names.children)
         parameters = None if stage_part is None else stage_part.parameters
         results = Results(called.makes, None, ()) if stage_part is not None else results_of(called)
         text = MixedText(names, variables, results, self.names.value_name, parameters)
@@ -499,22 +496,25 @@ class BlockClasses:
             for name, method in names.mixed_methods.items()
         }
         steps: list[Step] = []
+        called_in_graph = dict[str, Constructor]()
         if text.is_mixed or methods:
             steps = self._steps(members, fqn, tree.items)
             if self._forms.calls_functions(self._form_name(fqn)):
-                steps = self._reader.with_functions(called, steps, names, self._shared_names.meanings_of)
-            called_in_graph = dict[str, Constructor]()
+                steps = self._reader.with_functions(
+                    called, steps, names, self._shared_names.meanings_of, partial(self._check_child, members, tree)
+                )
             for name, method in names.mixed_methods.items():
                 in_method, steps = self._reader.steps_of_method(fqn, steps, names, method)
                 with mixed_method(name):
                     called_in_graph |= methods[name].add_steps(in_method)
             if text.is_mixed:
                 called_in_graph |= text.add_steps((step, self.source.line_within(fqn, step.nodes[0])) for step in steps)
-            for child, constructor in called_in_graph.items():
-                if constructors.setdefault(child, constructor)[0] != constructor[0]:
-                    raise UnwritableError(f"{child} is called in two ways")
-            if any(not constructors.keys().isdisjoint(outer_names(child)) for child in constructors):
-                raise UnwritableError("it calls a module and a part of it")
+        constructors = self._children_of_author(members, tree, names.children)
+        for child, constructor in called_in_graph.items():
+            if constructors.setdefault(child, constructor)[0] != constructor[0]:
+                raise UnwritableError(f"{child} is called in two ways")
+        if steps and any(not constructors.keys().isdisjoint(outer_names(child)) for child in constructors):
+            raise UnwritableError("it calls a module and a part of it")
         state = {
             relative(name, fqn): self._captured.state[name]
             for name in self._below.get(fqn, ())
@@ -596,6 +596,10 @@ class BlockClasses:
         if not values.issuperset(outputs):
             raise UnwritableError("a value is inside of a branch or of a loop")
         return write_forward(contents, tree, list(inputs.values()), self.source, outputs, numbers).statements
+
+    def _check_child(self, members: StageMembers, tree: CallTree, name: str) -> None:
+        """Raise UnwritableError if the text of a module cannot call a child as the model does."""
+        self._children_of_author(members, tree, {name})
 
     def _children_of_author(self, members: StageMembers, tree: CallTree, names: set[str]) -> dict[str, Constructor]:
         """The constructors of children that the text of a module calls, by FQN. Raises UnwritableError."""

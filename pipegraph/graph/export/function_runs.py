@@ -44,8 +44,8 @@ class FunctionRecorder:
         owner = inspect.getattr_static(type(module), code.co_name, None)
         is_static = isinstance(owner, staticmethod) and inspect.unwrap(owner.__func__).__code__ is code
         is_method = has_self or is_static
-        function = getattr(owner, "__func__", owner) if is_method else frame.f_globals.get(code.co_name)
-        function = inspect.unwrap(function) if callable(function) else None
+        member = getattr(owner, "__func__", owner) if is_method else frame.f_globals.get(code.co_name)
+        function = inspect.unwrap(member) if callable(member) else None
         if not isinstance(function, FunctionType) or function.__code__ is not code:
             return None
         place = call, code.co_filename, code.co_firstlineno

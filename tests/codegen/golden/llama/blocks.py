@@ -57,12 +57,12 @@ class LlamaRotaryEmbedding(nn.Module):
 
     @torch.no_grad()
     def forward(self, x, position_ids):
-        freqs = position_ids.unsqueeze(2).to(torch.float32) * self.inv_freq.to(torch.float32)
+        freqs = position_ids[..., None].float() * self.inv_freq.to(device=x.device, dtype=torch.float)
         emb = torch.cat((freqs, freqs), dim=-1)
         cos = emb.cos() * self.attention_scaling
         sin = emb.sin() * self.attention_scaling
 
-        return cos.to(self.inv_freq.dtype), sin.to(self.inv_freq.dtype)
+        return cos.to(dtype=x.dtype), sin.to(dtype=x.dtype)
 
 
 class LlamaRMSNorm(nn.Module):
@@ -85,8 +85,9 @@ class LlamaRMSNorm(nn.Module):
 
 
 class LlamaAttention(nn.Module):
-    """LlamaAttention (modeling_llama.py:205), as in model.layers.0.self_attn.
+    """Multi-headed attention from 'Attention Is All You Need' paper
 
+    LlamaAttention (modeling_llama.py:205), as in model.layers.0.self_attn.
     hidden_states f32[batch, input_ids_1, 128], cos f32[1, input_ids_1, 16], sin f32[1, input_ids_1, 16]
     → f32[batch, input_ids_1, 128].
     """

@@ -64,8 +64,9 @@ class Expert(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """MixtureOfExperts (mixture_of_experts.py:53), as in layers.0.feed_forward.
+    """``[batch, seq, width]`` → the same, and how unevenly the experts are used.
 
+    MixtureOfExperts (mixture_of_experts.py:53), as in layers.0.feed_forward.
     x f32[batch, tokens_1, 32] → f32[batch, tokens_1, 32], f32[].
     """
 

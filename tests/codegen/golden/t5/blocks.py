@@ -1,5 +1,6 @@
 """The blocks that the stages of Translator (t5.py) share.
 
+create_position_bias_mask: the text of sdpa_attention.py.
 T5LayerNorm, T5LayerSelfAttention, T5DenseActDense, T5LayerFF, T5Block, T5LayerSelfAttention2, T5StackStart,
 T5StackEnd, T5Attention3, T5LayerSelfAttention3, T5Attention4, T5LayerCrossAttention, T5StackStart2,
 T5Attention5, T5LayerSelfAttention4, T5Attention6, T5StackEnd2, T5ForConditionalGenerationEnd: the text of
@@ -11,6 +12,29 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+
+def create_position_bias_mask(
+    position_bias: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    is_causal: bool,
+    query: torch.Tensor,
+    key: torch.Tensor,
+) -> torch.Tensor:
+    """
+    Create a floating-point dtype mask to use with sdpa. The mask contains the values of `position_bias` to positions where we should
+    attend to tokens, and -inf where we should not. It will be added to the QK^T result in the attention, before the softmax. Note
+    that using such a mask will usually prevent sdpa from dispatching to the most efficient kernel implementations.
+
+    Note that we cannot create this in advance when we create the mask in the model, as the position_bias is usually learned
+    differently in every layer.
+    """
+    min_dtype = torch.finfo(key.dtype).min
+    # If we don't have a mask already, we need to check causality to be sure to respect it
+    # If we have a boolean mask, superpose both into a single float additive mask to use in sdpa
+    position_bias_mask = torch.where(attention_mask, position_bias, min_dtype)
+
+    return position_bias_mask.contiguous()
 
 
 class T5LayerNorm(nn.Module):
@@ -379,7 +403,7 @@ class T5Attention3(nn.Module):
             input_shape[1], key_length, device=query_states.device, past_seen_tokens=past_seen_tokens
         )
 
-        attention_mask = torch.where(mask, position_bias, torch.finfo(position_bias.dtype).min).contiguous()
+        attention_mask = create_position_bias_mask(position_bias, mask, False, query_states, key_states)
         attn_output = F.scaled_dot_product_attention(
             query_states, key_states, value_states, attn_mask=attention_mask, scale=self.scaling
         )
@@ -658,7 +682,7 @@ class T5Attention5(nn.Module):
         key_states = self.k(current_states).view(kv_shape).transpose(1, 2)
         value_states = self.v(current_states).view(kv_shape).transpose(1, 2)
 
-        attention_mask = torch.where(mask, position_bias, torch.finfo(position_bias.dtype).min).contiguous()
+        attention_mask = create_position_bias_mask(position_bias, mask, False, query_states, key_states)
         attn_output = F.scaled_dot_product_attention(
             query_states, key_states, value_states, attn_mask=attention_mask, scale=self.scaling
         )

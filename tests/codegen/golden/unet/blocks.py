@@ -22,8 +22,9 @@ class DoubleConvolution(nn.Sequential):
 
 
 class Up(nn.Module):
-    """Up (unet.py:29), as in up.0.
+    """Doubles height and width, joins the skip connection, and convolves.
 
+    Up (unet.py:29), as in up.0.
     x f32[batch, 128, images_2 // 8, images_3 // 8], skip f32[batch, 64, images_2 // 4, images_3 // 4]
     → f32[batch, 64, images_2 // 4, images_3 // 4].
     """

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 
 class PatchEmbedding(nn.Module):
-    """PatchEmbedding (vision_transformer.py:12), as in patch_embed.
+    """Images ``[batch, 3, 12, 12]`` → a class token and one for each patch, ``[batch, 1 + patches, width]``.
 
+    PatchEmbedding (vision_transformer.py:12), as in patch_embed.
     images f32[batch, 3, images_2, images_3] → f32[batch, images_2 // 4 * (images_3 // 4) + 1, 32].
     """
 
@@ -27,7 +28,10 @@ class PatchEmbedding(nn.Module):
 
 
 class DropPath(nn.Module):
-    """DropPath (vision_transformer.py:28), as in blocks.0.drop_path."""
+    """Zero for some rows in training, and what comes in otherwise.
+
+    DropPath (vision_transformer.py:28), as in blocks.0.drop_path.
+    """
 
     def __init__(self, drop_prob):
         super().__init__()
