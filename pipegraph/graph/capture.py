@@ -30,6 +30,8 @@ from pipegraph.graph.export.other_dtype import mark_dtypes, other_dtypes
 from pipegraph.graph.export.trace import Example, Trace, trace
 from pipegraph.graph.export.unrolled_sizes import unrolled_sizes
 from pipegraph.graph.graph_text import segments_text
+from pipegraph.graph.layer_blocks import Recorded, are_repeated
+from pipegraph.graph.layer_runs import few_layers, layer_runs
 from pipegraph.graph.model_structure import (
     check_classes,
     check_keys,
@@ -45,7 +47,7 @@ from pipegraph.graph.partition.split_points import find_segments
 from pipegraph.graph.pass_order import run_all_passes, run_passes
 from pipegraph.graph.passes.modes import may_differ_by_mode, settle_fixed_modes
 from pipegraph.graph.passes.resize import resize
-from pipegraph.graph.repeated_layers import Recorded, are_repeated, few_layers, layer_runs, with_all_layers
+from pipegraph.graph.repeated_layers import with_all_layers
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.graph.symbolic_size import FixedSize, InputDimension
 from pipegraph.progress import listen, track
@@ -204,9 +206,9 @@ def _capture_in_part(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            whole = recorded()
+            of_all_layers = recorded()
             with few_layers(runs):
-                if not all(are_repeated(*pair, runs) for pair in zip(recorded(), whole, strict=True)):
+                if not all(are_repeated(*pair, runs) for pair in zip(recorded(), of_all_layers, strict=True)):
                     return None
                 captured = captured_now()
             captured = with_all_layers(captured, model, runs)

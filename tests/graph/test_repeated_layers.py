@@ -12,10 +12,10 @@ from torch import Tensor, fx, nn
 
 import pipegraph
 from pipegraph.graph import capture as capturing
-from pipegraph.graph import repeated_layers
 from pipegraph.graph.calls import functions_of
 from pipegraph.graph.captured import BRANCH, Captured
-from pipegraph.graph.repeated_layers import layer_runs
+from pipegraph.graph.layer_blocks import NotRepeatedError
+from pipegraph.graph.layer_runs import layer_runs
 
 WIDTH = 8
 
@@ -239,7 +239,7 @@ def test_layers_with_other_attributes_are_no_run() -> None:
 
 def test_a_failure_with_few_layers_captures_the_whole(monkeypatch: pytest.MonkeyPatch, in_part: list[bool]) -> None:
     def fail(*arguments: Any) -> None:
-        raise repeated_layers.NotRepeatedError
+        raise NotRepeatedError
 
     monkeypatch.setattr(capturing, "with_all_layers", fail)
     captured = pipegraph.capture(Stack(), example())

@@ -155,7 +155,7 @@ class FunctionSteps:
         def position_of(name: str, path: tuple[int, ...]) -> int:
             node = places.get((name, path))
             if node is None or not (node in available or node.op == "get_attr"):
-                raise UnwritableError(f"{name} is not at hand")
+                raise UnwritableError(f"the text does not have {name}")
             if node not in reads:
                 reads.append(node)
             return reads.index(node)
@@ -190,7 +190,7 @@ class FunctionSteps:
 
 
 def _plain(name: str, form: object, sizes: AbstractSet[sympy.Expr]) -> object:
-    """The value of an argument that is a number, a size, or a tuple of these. Raises UnwritableError for anything else.
+    """The number, size or tuple of these that an argument is. Raises UnwritableError for anything else.
 
     Args:
         sizes: those of the tensors that the text has.
@@ -198,7 +198,7 @@ def _plain(name: str, form: object, sizes: AbstractSet[sympy.Expr]) -> object:
     if isinstance(form, tuple):
         return tuple(_plain(name, part, sizes) for part in form)
     if not isinstance(form, PlainValue):
-        raise UnwritableError(f"{name} is no tensor and no number")
+        raise UnwritableError(f"{name} is neither a tensor nor a number")
     if isinstance(form.value, SymbolicSize) and form.value.expression not in sizes:
         raise UnwritableError(f"no tensor has the size {name}")
     return form.value

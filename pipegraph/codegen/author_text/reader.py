@@ -6,7 +6,6 @@ import ast
 import builtins
 import inspect
 import sys
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
@@ -58,8 +57,8 @@ from pipegraph.codegen.author_text.statements import (
     variables,
     without_unused,
 )
-from pipegraph.codegen.expressions.torch_modules import module_constructor
-from pipegraph.codegen.syntax.expressions import Collection, Expression, Name, Template, literal
+from pipegraph.codegen.author_text.tables import table_expression
+from pipegraph.codegen.syntax.expressions import Name, literal
 from pipegraph.graph.calls import FunctionRun
 from pipegraph.graph.captured import ExecutedLines, LineStep
 from pipegraph.graph.export.executed_lines import is_of_model
@@ -137,6 +136,7 @@ class _SourceReader:
         self._names, self._lines, self._module, self._fqn = names, lines, module, fqn
         self._surroundings = surroundings
         self.attributes_set = attributes_set_by(type(module), lines.modules.get(fqn, ()))
+        self.texts = surroundings.texts
 
     def add_autograd_function(self, name: str) -> None:
         """Add a custom Function whose text the package has. Raises UnwritableError if it does not."""
@@ -270,16 +270,6 @@ class _SourceReader:
             raise UnwritableError("it uses super of a class of the model")
         return base
 
-    def table_of(self, value: object) -> Expression | None:
-        """What a table of layers or functions of torch has for the texts that modules of the model hold, as
-        ``ACT2FN`` has ``nn.SiLU()`` for "silu"; None for anything else."""
-        if not isinstance(value, Mapping):
-            return None
-        keys = [key for key in sorted(self._surroundings.texts) if key in value]
-        written = {key: _written_entry(value[key]) for key in keys}
-        entries = [Template("{}: {}", (literal(key), entry)) for key, entry in written.items() if entry is not None]
-        return Collection(tuple(entries), "{}") if entries else None
-
     def may_have_run(self, function: FunctionType) -> bool:
         """Return whether a function ran, or is in a file whose lines are not recorded."""
         code = inspect.unwrap(function).__code__
@@ -301,38 +291,6 @@ class _SourceReader:
         if decorators:
             self._names.imports["torch"] = "import torch"
         return decorators
-
-
-def _written_entry(entry: Any) -> Expression | None:
-    """A layer or a function of torch as it is written, also if a layer of a library does nothing but call it."""
-    if isinstance(entry, nn.Module):
-        return module_constructor(entry) or _called_function(entry)
-    return Name(name) if (name := function_name(entry)) else None
-
-
-def _called_function(module: nn.Module) -> Expression | None:
-    """``F.silu`` for a module without tensors whose ``forward`` is ``return nn.functional.silu(input)``."""
-    function = inspect.unwrap(type(module).forward)
-    if any(True for _ in (*module.children(), *module.parameters(), *module.buffers())):
-        return None
-    if not isinstance(function, FunctionType):
-        return None
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
-    except (OSError, SyntaxError):
-        return None
-    match tree:
-        case ast.FunctionDef(
-            args=ast.arguments(args=[_, ast.arg(parameter)]),
-            body=[ast.Return(ast.Call(called, [ast.Name(argument)], []))],
-        ) if parameter == argument:
-            value: Any = function.__globals__
-            first, *attributes = ast.unparse(called).split(".")
-            value = value.get(first)
-            for attribute in attributes:
-                value = getattr(value, attribute, None)
-            return Name(name) if (name := function_name(value)) else None
-    return None
 
 
 _OF_ANY_TENSOR: Final = ("dtype", "device")
@@ -693,7 +651,7 @@ class _Text:
             self._reader.add_function(value, name)
         elif isinstance(value, type) and issubclass(value, torch.autograd.Function) and value.__name__ == name:
             self._reader.add_autograd_function(name)
-        elif (constant := plain_expression(value) or self._reader.table_of(value)) is not None:
+        elif (constant := plain_expression(value) or table_expression(value, self._reader.texts)) is not None:
             self._names.constants[name] = constant
             read = (standard for standard in ("F", "nn", "torch") if f"{standard}." in constant.text)
             self._names.imports |= {standard: STANDARD[standard] for standard in read}

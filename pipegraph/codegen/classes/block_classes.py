@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 from torch import fx, nn
 
@@ -23,6 +22,7 @@ from pipegraph.codegen.author_text.names import (
     mixed_method,
 )
 from pipegraph.codegen.author_text.variables import CallVariables
+from pipegraph.codegen.classes.author_class import AuthorClass, AuthorText, StageContents
 from pipegraph.codegen.classes.computed_attributes import with_computed_numbers
 from pipegraph.codegen.classes.constructor_arguments import module_attributes
 from pipegraph.codegen.classes.sequences import constructors_in_sequence
@@ -71,7 +71,6 @@ from pipegraph.codegen.syntax.statements import (
     ClassSource,
     ClassVariant,
     FunctionSource,
-    SourceText,
     Statement,
 )
 from pipegraph.graph.calls import CallTree, CallValues, StageMembers, argument_place, call_tree, call_values, is_within
@@ -84,60 +83,6 @@ from pipegraph.graph.symbolic_size import UnknownSizeError
 
 # A call that reads no parameters gets no class if it has at most this many operations, or is only a part of one.
 _SMALL = 2
-
-
-class AuthorClass(NamedTuple):
-    """A class in its author's text.
-
-    Attributes:
-        constructor: its constructor, and the modules in it.
-        has_author_results: whether it returns what the author's class does: tensors in tuples.
-        parameters: the parameters of its ``forward`` if it is a part of the author's class.
-        unread_tensors: the parameters of which it reads only the dtype or the device.
-    """
-
-    constructor: Constructor
-    has_author_results: bool
-    parameters: tuple[str, ...] | None
-    unread_tensors: frozenset[str]
-
-
-class AuthorText(NamedTuple):
-    """The text of a class, and the modules in it.
-
-    Attributes:
-        source: its methods.
-        init: the statements of ``__init__`` after ``super().__init__()``.
-        tree, modules: the modules.
-        has_author_results: as `AuthorClass` has it.
-        base: the class that it derives from.
-        unread_tensors: as `AuthorClass` has it.
-    """
-
-    source: SourceText
-    init: tuple[Statement, ...]
-    tree: ModuleTree
-    modules: Modules
-    has_author_results: bool
-    base: BaseClass
-    unread_tensors: frozenset[str]
-
-
-class StageContents(NamedTuple):
-    """The contents of a stage's own class.
-
-    Attributes:
-        contents: what it has if it is written from the graph.
-        tree, modules: its modules.
-        parameters: the names of the values that its ``forward`` takes.
-        text: the statements of the model's ``forward`` in it; None if it is written from the graph.
-    """
-
-    contents: ClassContents
-    tree: ModuleTree
-    modules: Modules
-    parameters: tuple[str, ...]
-    text: AuthorText | None
 
 
 class BlockClasses:
@@ -391,7 +336,7 @@ class BlockClasses:
         reads = tuple(node for node in called.reads if places[node] is not None)
         names = {name for place in places.values() if place is not None for name in place.names}
         if not author_class.unread_tensors <= names:
-            return None  # no tensor is at hand
+            return None  # the caller does not have the tensor
         called = replace(called, reads=reads)
         arguments = author_arguments(module, called, author_class.has_author_results)
         if arguments is None:

@@ -86,10 +86,10 @@ def _parametrized_constructor(module: nn.Module) -> FunctionCall | None:
     twin, written = (None, None) if values is None else (_twin(cls, values), _constructor_call(cls, values))
     if twin is None or written is None:
         return None
-    given = {"name": name} | {key: getattr(parametrizations[0], key) for key in attributes}
+    arguments = {"name": name} | {key: getattr(parametrizations[0], key) for key in attributes}
     try:
         with torch.device("meta"):
-            registered = register(twin, **given)
+            registered = register(twin, **arguments)
     except (TypeError, ValueError, RuntimeError):
         return None
     if _shapes(registered) != _shapes(module) or _settings(registered) != _settings(module):
@@ -97,7 +97,7 @@ def _parametrized_constructor(module: nn.Module) -> FunctionCall | None:
     defaults = inspect.signature(register).parameters
     settings = {
         key: literal(value)
-        for key, value in given.items()
+        for key, value in arguments.items()
         if value != (0 if defaults[key].default is None else defaults[key].default)
     }
     return call(f"nn.utils.parametrizations.{register.__name__}", written, **settings)
@@ -236,7 +236,7 @@ def _shapes(module: nn.Module) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Passed:
-    """An argument that is no tensor: a number, a size, a dtype or a tuple of these."""
+    """An argument other than a tensor: a number, a size, a dtype or a tuple of these."""
 
     value: object
 

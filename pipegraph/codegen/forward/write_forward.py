@@ -280,7 +280,7 @@ class ForwardWriter:
         return item.invocation(self._bodies.module(item, self._module), values, self._bodies.classes(item))
 
     def _passed(self, value: object) -> Expression:
-        """The expression of an argument of a function that is no tensor."""
+        """The expression of an argument of a function, other than a tensor."""
         if isinstance(value, SymbolicSize):
             return self._sizes.expression(value)
         if isinstance(value, torch.device):

@@ -66,7 +66,7 @@ class VariableRecorder:
         return on_function_event
 
     def _variables_of(self, tracer: Any, frame: FrameType) -> Callable[..., Any] | None:
-        """A function that records the variables of a frame; None for one that is no method of the running module."""
+        """A function that records the variables of a frame; None unless it is a method of the running module."""
         code = frame.f_code
         if not is_of_model(code.co_filename) or code.co_varnames[:1] != ("self",):
             return None
