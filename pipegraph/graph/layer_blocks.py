@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -139,72 +139,90 @@ def blocks_of(runs: Sequence[LayerRun], starts: Mapping[tuple[str, int], list[in
 
 
 Recorded = tuple[Operations, Mapping[str, list[int]]]
+"""The operations of a model, and where its layers begin, by their names."""
 
 
 def are_repeated(few: Recorded, all_layers: Recorded, runs: Sequence[LayerRun]) -> bool:
     """Return whether a model runs the operations of its few layers again in the others, on the corresponding values.
 
     Args:
-        few, all_layers: the operations of the model with few layers and of the whole model, and where their layers
-            begin, by their names.
+        few, all_layers: of the model with few layers, and of the whole model.
     """
-    names = LayerNames(runs)
     operations, starts = few
+    indices = ((run, index) for run in runs for index in range(run.start, run.template.stop))
     try:
-        blocks = blocks_of(
-            runs,
-            {
-                (run.name, index): starts.get(run.prefix(index), [])
-                for run in runs
-                for index in range(run.start, run.template.stop)
-            },
-        )
+        blocks = blocks_of(runs, {(run.name, index): starts.get(run.prefix(index), []) for run, index in indices})
     except NotRepeatedError:
         return False
-    # For each operation of the whole model: the one of few layers, its block, and how many layers it is later.
-    places: list[tuple[int, LayerBlock | None, int]] = []
-    first: dict[int, int] = {}  # operation of few layers → the first operation of the whole model that it stands for
-    last: dict[int, int] = {}
-    at = 0
-    for block in blocks:
-        if block.template.stop > len(operations) - 1 or len(block.previous) != block.length:
-            return False
-        places += [(number, None, 0) for number in range(at, block.starts[-1])]
-        for index in range(block.left_out + 1):
-            places += [(number, block, index) for number in block.template]
-        at = block.template.stop
-    places += [(number, None, 0) for number in range(at, len(operations))]
-    for number, (operation, _, _) in enumerate(places):
-        first.setdefault(operation, number)
-        last[operation] = number
-    whole_operations = all_layers[0]
-    if len(places) != len(whole_operations):
+    if any(block.template.stop >= len(operations) or len(block.previous) != block.length for block in blocks):
         return False
+    repeated = _RepeatedOperations(operations, blocks, LayerNames(runs))
+    return repeated.all_expected() == all_layers[0]
 
-    def expected(value: Any, block: LayerBlock | None, index: int) -> Any:
+
+class _Place(NamedTuple):
+    """What an operation of the whole model repeats.
+
+    Attributes:
+        operation: the operation of the model with few layers.
+        block: the block whose template has it; None if it is not repeated.
+        distance: how many units later it is.
+    """
+
+    operation: int
+    block: LayerBlock | None = None
+    distance: int = 0
+
+
+class _RepeatedOperations:
+    """The operations that a whole model has if it repeats those of a few layers."""
+
+    def __init__(self, operations: Operations, blocks: Sequence[LayerBlock], names: LayerNames) -> None:
+        self._operations, self._names = operations, names
+        self._places: list[_Place] = []
+        at = 0
+        for block in blocks:
+            self._places += map(_Place, range(at, block.starts[-1]))
+            self._places += (
+                _Place(at, block, distance) for distance in range(block.left_out + 1) for at in block.template
+            )
+            at = block.template.stop
+        self._places += map(_Place, range(at, len(operations)))
+        # The first and the last operation of the whole model that repeats one of few layers.
+        self._first: dict[int, int] = {}
+        self._last: dict[int, int] = {}
+        for number, place in enumerate(self._places):
+            self._first.setdefault(place.operation, number)
+            self._last[place.operation] = number
+
+    def all_expected(self) -> Operations:
+        """The operations of the whole model."""
+        return [
+            (self._operations[place.operation][0], self._expected(self._operations[place.operation][1], place))
+            for place in self._places
+        ]
+
+    def _expected(self, value: Any, place: _Place) -> Any:
         """What stands in the whole model for a part of the description of an operation."""
         if isinstance(value, Result):
-            made_by = value.operation
-            if block is not None and made_by in block.template:
-                return value._replace(operation=first[made_by] + index * block.length)
-            if block is not None and made_by in block.previous:
-                shifted = first[made_by] if not index else first[made_by + block.length] + (index - 1) * block.length
-                return value._replace(operation=shifted)
-            return value._replace(operation=last[made_by])
+            return value._replace(operation=self._producer(value.operation, place))
         if isinstance(value, str):
-            return names.of_layer(value, block.runs, index) if block is not None else names.in_whole_model(value)
-        if isinstance(value, (torch.Size, torch.dtype)) or value is None:
+            if place.block is None:
+                return self._names.in_whole_model(value)
+            return self._names.of_layer(value, place.block.runs, place.distance)
+        if isinstance(value, torch.Size):
             return value
         if isinstance(value, tuple):
-            return tuple(expected(part, block, index) for part in value)
+            return tuple(self._expected(part, place) for part in value)
         if isinstance(value, dict):
-            return {name: expected(part, block, index) for name, part in value.items()}
-        if isinstance(value, list):
-            return [expected(part, block, index) for part in value]
+            return {name: self._expected(part, place) for name, part in value.items()}
         return value
 
-    return all(
-        operations[operation][0] == whole_operations[number][0]
-        and expected(operations[operation][1], block, index) == whole_operations[number][1]
-        for number, (operation, block, index) in enumerate(places)
-    )
+    def _producer(self, operation: int, place: _Place) -> int:
+        """The operation of the whole model whose result is read, for one of the model with few layers."""
+        block, distance = place.block, place.distance
+        if block is not None and operation in block.template:
+            return self._first[operation] + distance * block.length
+        if block is not None and operation in block.previous and distance:
+            return self._first[operation + block.length] + (distance - 1) * block.length
+        return self._last[operation]
