@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 import sysconfig
 from collections import defaultdict
@@ -20,12 +21,13 @@ from torch.overrides import TorchFunctionMode
 from pipegraph.graph.captured import ExecutedLines, LineStep
 from pipegraph.graph.export.operation_record import without_memory
 
-_STANDARD_LIBRARY: Final = f"{sysconfig.get_path('stdlib')}/"
+_STANDARD_LIBRARY: Final = tuple(f"{path}/" for path in {sysconfig.get_path("stdlib"), str(Path(ast.__file__).parent)})
 _INSTALLED: Final = "/site-packages/", "/dist-packages/"
 """The folders of installed packages, some of which are inside the folder of the standard library."""
 _FOLDERS: Final = tuple(
-    f"{Path(file).resolve().parents[level]}/"
+    f"{path.parents[level]}/"
     for file, level in ((torch.__file__, 0), (sympy.__file__, 0), (__file__, 2))
+    for path in (Path(file), Path(file).resolve())  # an environment may be reached by a link
 )
 """The folders of torch, of sympy, which computes its dynamic sizes, and of this package. Their functions are not
 recorded: an export with dynamic sizes calls hundreds of thousands of them."""
