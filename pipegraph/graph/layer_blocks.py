@@ -160,7 +160,7 @@ def are_repeated(few: Recorded, all_layers: Recorded, runs: Sequence[LayerRun]) 
     return repeated.all_expected() == all_layers[0]
 
 
-class _Place(NamedTuple):
+class _Repetition(NamedTuple):
     """What an operation of the whole model repeats.
 
     Attributes:
@@ -179,15 +179,15 @@ class _RepeatedOperations:
 
     def __init__(self, operations: Operations, blocks: Sequence[LayerBlock], names: LayerNames) -> None:
         self._operations, self._names = operations, names
-        self._places: list[_Place] = []
+        self._places: list[_Repetition] = []
         at = 0
         for block in blocks:
-            self._places += map(_Place, range(at, block.starts[-1]))
+            self._places += map(_Repetition, range(at, block.starts[-1]))
             self._places += (
-                _Place(at, block, distance) for distance in range(block.left_out + 1) for at in block.template
+                _Repetition(at, block, distance) for distance in range(block.left_out + 1) for at in block.template
             )
             at = block.template.stop
-        self._places += map(_Place, range(at, len(operations)))
+        self._places += map(_Repetition, range(at, len(operations)))
         # The first and the last operation of the whole model that repeats one of few layers.
         self._first: dict[int, int] = {}
         self._last: dict[int, int] = {}
@@ -202,7 +202,7 @@ class _RepeatedOperations:
             for place in self._places
         ]
 
-    def _expected(self, value: Any, place: _Place) -> Any:
+    def _expected(self, value: Any, place: _Repetition) -> Any:
         """What stands in the whole model for a part of the description of an operation."""
         if isinstance(value, Result):
             return value._replace(operation=self._producer(value.operation, place))
@@ -218,7 +218,7 @@ class _RepeatedOperations:
             return {name: self._expected(part, place) for name, part in value.items()}
         return value
 
-    def _producer(self, operation: int, place: _Place) -> int:
+    def _producer(self, operation: int, place: _Repetition) -> int:
         """The operation of the whole model whose result is read, for one of the model with few layers."""
         block, distance = place.block, place.distance
         if block is not None and operation in block.template:
