@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from pipegraph.debug import dump
+from pipegraph.debug import InvalidGraphError, dump
 from pipegraph.errors import CaptureError
 from pipegraph.garbage import rare_collection
 from pipegraph.graph.audit.audit import audit_model, reason_beside, warn_of_written
@@ -30,7 +30,7 @@ from pipegraph.graph.export.other_dtype import mark_dtypes, other_dtypes
 from pipegraph.graph.export.trace import Example, Trace, trace
 from pipegraph.graph.export.unrolled_sizes import unrolled_sizes
 from pipegraph.graph.graph_text import segments_text
-from pipegraph.graph.layer_blocks import Recorded, are_repeated
+from pipegraph.graph.layer_blocks import NotRepeatedError, Recorded, are_repeated
 from pipegraph.graph.layer_runs import few_layers, layer_runs
 from pipegraph.graph.model_structure import (
     check_classes,
@@ -103,7 +103,8 @@ def capture(
     with CAPTURE_LOCK, rare_collection(), attributes_restored(model), torch_state_restored():
         declared = declared_roles(model, *example, batch_dims)
         requested_sizes = wanted_sizes(model, *example, dynamic_shapes, declared.rows)
-        return _capture(model, example, requested_sizes, declared)
+        captured_now = partial(_capture_whole, model, example, requested_sizes, declared)
+        return _capture(model, example, True, captured_now)
 
 
 def capture_source(source: ModelSource) -> Captured:
@@ -117,7 +118,8 @@ def capture_source(source: ModelSource) -> Captured:
     with CAPTURE_LOCK, rare_collection(), attributes_restored(model), torch_state_restored():
         declared = declared_roles(model, *example, source.batch_dims)
         requested_sizes = wanted_sizes(model, *example, source.dynamic_shapes, declared.rows)
-        return _capture(model, example, requested_sizes, declared, source.batch, source.seq)
+        captured_now = partial(_capture_whole, model, example, requested_sizes, declared, source.batch, source.seq)
+        return _capture(model, example, True, captured_now)
 
 
 def capture_rows(source: ModelSource, rows: int, has_dtypes: bool = False) -> Captured:
@@ -138,7 +140,18 @@ def capture_rows(source: ModelSource, rows: int, has_dtypes: bool = False) -> Ca
     with CAPTURE_LOCK, rare_collection(), attributes_restored(model), torch_state_restored():
         declared = declared_roles(model, *example, source.batch_dims)
         requested_sizes = wanted_sizes(model, *example, shapes, declared.rows)
-        return _capture(model, example, requested_sizes, declared, batch, seq, is_written=False, has_dtypes=has_dtypes)
+        captured_now = partial(
+            _capture_whole,
+            model,
+            example,
+            requested_sizes,
+            declared,
+            batch,
+            seq,
+            is_written=False,
+            has_dtypes=has_dtypes,
+        )
+        return _capture(model, example, False, captured_now)
 
 
 def _check(model: nn.Module, example: Example) -> None:
@@ -157,24 +170,13 @@ def _check(model: nn.Module, example: Example) -> None:
             )
 
 
-def _capture(
-    model: nn.Module,
-    example: Example,
-    requested_sizes: WantedSizes,
-    declared: DeclaredRoles,
-    batch: int | None = None,
-    seq: int | None = None,
-    is_written: bool = True,
-    has_dtypes: bool = False,
-) -> Captured:
-    """Capture a model, with a few of its layers if the others are equal. The arguments are as `_capture_whole` has
-    them."""
+def _capture(model: nn.Module, example: Example, is_written: bool, captured_now: Callable[[], Captured]) -> Captured:
+    """Capture a model, with a few of its layers if the others are equal.
 
-    def captured_now() -> Captured:
-        return _capture_whole(
-            model, example, requested_sizes, declared, batch, seq, is_written=is_written, has_dtypes=has_dtypes
-        )
-
+    Args:
+        is_written: whether the graph has what the model does in evaluation mode.
+        captured_now: captures the model with the layers that it has then.
+    """
     captured = _capture_in_part(model, example, is_written, captured_now) or captured_now()
     if captured.not_trained:
         warnings.warn(
@@ -188,12 +190,8 @@ def _capture(
 def _capture_in_part(
     model: nn.Module, example: Example, is_written: bool, captured_now: Callable[[], Captured]
 ) -> Captured | None:
-    """Capture a model with a few of its equal layers, and add the others; None if it has none, or if it does not do in
-    them what it does in the few.
-
-    Args:
-        captured_now: captures the model with the layers that it has then.
-    """
+    """Capture a model with a few of its equal layers, and add the others. Returns None if it has none, or if it does
+    not repeat in them what it does in the few. The arguments are as `_capture` has them."""
     runs = layer_runs(model)
     if not runs:
         return None
@@ -211,8 +209,13 @@ def _capture_in_part(
                 if not all(are_repeated(*pair, runs) for pair in zip(recorded(), of_all_layers, strict=True)):
                     return None
                 captured = captured_now()
-            captured = with_all_layers(captured, model, runs)
+        except InvalidGraphError:
+            raise
         except Exception:  # what the model raises without its other layers
+            return None
+        try:
+            captured = with_all_layers(captured, model, runs)
+        except NotRepeatedError:
             return None
     for warning in caught:
         warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -35,7 +35,7 @@ class LayerRun:
     start: int
     period: int
     units: int
-    layers: nn.Module
+    layers: nn.Module = field(repr=False)
 
     @property
     def template(self) -> range:

@@ -215,8 +215,16 @@ def test_a_dtype_that_follows_the_model_is_no_argument(tmp_path: Path) -> None:
     torch.testing.assert_close(pipe.eval(x), model(x))
 
 
+def dropped(x: Tensor, p: float, training: bool = False) -> Tensor:
+    return F.dropout(x.tanh(), p, training) * 2
+
+
+def shifted(x: Tensor, evaluating: bool) -> Tensor:
+    return x * 1.5 + 1 if evaluating else x - torch.rand_like(x)
+
+
 class TellsMode(nn.Module):
-    """Statements that a package cannot run read ``self.names``, around a function that is told the mode."""
+    """Statements that a package cannot run read ``self.owner``, around functions that are told the mode."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -226,15 +234,44 @@ class TellsMode(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x) if self.owner is not None else x
         x = noisy(x, self.training) if self.owner is not None else x
+        x = dropped(x, 0.25, training=self.training) if self.owner is not None else x
+        x = shifted(x, not self.training) if self.owner is not None else x
+        return self.last(x)
+
+
+def scaled(x: Tensor, by: float) -> Tensor:
+    return x * by + 1
+
+
+class TellsModeOtherwise(TellsMode):
+    def forward(self, x: Tensor) -> Tensor:
+        is_noisy = self.training
+        x = self.first(x) if self.owner is not None else x
+        x = noisy(x, is_noisy) if self.owner is not None else x
+        x = scaled(x, 0.5 if self.training else 1.5) if self.owner is not None else x
+        x = scaled(x, 3.0) if self.owner is not None else x
         return self.last(x)
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_a_function_that_is_told_the_mode_is_written_from_the_graph(tmp_path: Path, training: bool) -> None:
+def test_a_function_is_told_the_mode_of_the_stage(tmp_path: Path, training: bool) -> None:
     torch.manual_seed(3)
     model, batch = TellsMode().train(training), (torch.randn(3, 8),)
     package = split(tmp_path, model, batch, cut="last")
-    assert "noisy(" not in source(package)
+    text = source(package)
+    assert "x = noisy(x, self.training)" in text
+    assert "x = dropped(x, 0.25, training=self.training)" in text
+    assert "shifted(x, not self.training)" in text
+    assert not differences(package, model, batch, train=True)
+    assert not differences(package, model, batch, train=False)
+
+
+def test_numbers_that_follow_the_mode_are_written_from_the_graph(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    model, batch = TellsModeOtherwise(), (torch.randn(3, 8),)
+    package = split(tmp_path, model, batch, cut="last")
+    text = source(package)
+    assert "noisy(" not in text and text.count("scaled(") == 2 and "scaled(x, 3.0)" in text
     assert not differences(package, model, batch, train=False)
 
 

@@ -52,6 +52,19 @@ class Stack(nn.Module):
         return self.last(x) * scale
 
 
+class Route(nn.Module):
+    """Writes into one of two results of an operation, as the gates of experts do; the other one is of integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.gate(x).topk(2)
+        weights /= weights.sum(-1, keepdim=True)
+        return x + (x.gather(1, chosen.reshape(-1, 2)) * weights).sum(-1, keepdim=True)
+
+
 class TwoStacks(nn.Module):
     """One list after the other, the second zipped with a list of norms."""
 
@@ -124,6 +137,7 @@ REPEATED: dict[str, Callable[[], nn.Module]] = {
     "layers": Stack,
     "period": lambda: Stack(13, ("", "wide")),
     "several lists": TwoStacks,
+    "writes": lambda: nn.Sequential(nn.Sequential(*(Route() for _ in range(8))), nn.Linear(WIDTH, WIDTH)),
     "evaluation": lambda: Stack().eval(),
 }
 NOT_REPEATED = {
@@ -199,6 +213,14 @@ def test_the_graph_is_that_of_the_whole_model(name: str, in_part: list[bool], mo
     branches = {node.meta[BRANCH].number for node in captured.nodes if BRANCH in node.meta}
     whole_branches = {node.meta[BRANCH].number for node in whole.nodes if BRANCH in node.meta}
     assert len(branches) == len(whole_branches) and numbers <= {2}
+
+
+def test_integers_have_no_gradient() -> None:
+    nodes = pipegraph.capture(REPEATED["writes"](), example()).nodes
+    integers = [
+        node for node in nodes if isinstance(node.meta["val"], Tensor) and node.meta["val"].dtype == torch.int64
+    ]
+    assert integers and not any(node.meta["requires_grad"] for node in integers)
 
 
 def test_the_package_is_that_of_the_whole_model(

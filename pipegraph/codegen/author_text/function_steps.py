@@ -15,13 +15,17 @@ import torch
 from torch import fx
 
 from pipegraph.codegen.author_text.cut import UnwritableError
+from pipegraph.codegen.expressions.operator_call import TRAINING
 from pipegraph.codegen.expressions.torch_modules import CallArguments, Passed, unpacked_places
 from pipegraph.codegen.forward.items import FunctionStep, Operation, Step, has_effects
 from pipegraph.codegen.names.source_statements import SourceStatements
+from pipegraph.codegen.syntax.expressions import Name
 from pipegraph.graph.calls import RETURNED, FunctionRun, PlainValue, functions_of
 from pipegraph.graph.captured import BRANCH
-from pipegraph.graph.nodes import shape_of
+from pipegraph.graph.nodes import arguments_of, shape_of
+from pipegraph.graph.operators import MODE_ARGUMENTS
 from pipegraph.graph.symbolic_size import SymbolicSize
+from pipegraph.torch_private.operators import OpOverload
 
 AddFunction = Callable[[FunctionRun], None]
 """Lets a text have a function or a method; raises UnwritableError."""
@@ -103,7 +107,7 @@ class FunctionSteps:
         names = {node.name for node in nodes}
         if any(node.meta.get("writes", node.name) not in names for node in nodes):
             raise UnwritableError("it writes into a tensor that it is given")
-        self._check_branches(run, inside)
+        depends_on_mode = self._depends_on_mode(inside)
         read_after = {node for node in nodes if node in results or any(user not in inside for user in node.users)}
         between = [
             step for at, step in enumerate(steps[members[0] : members[-1]], members[0]) if at not in set(members)
@@ -115,7 +119,7 @@ class FunctionSteps:
         computed = {node for step in steps for node in step.makes}
         available = {node for step in steps[: members[-1]] for node in step.makes} - inside
         available |= {node for step in steps for node in step.reads} - computed
-        arguments, reads = self._arguments(run, available)
+        arguments, reads = self._arguments(run, available, depends_on_mode)
         makes = self._results(run, read_after)
         paths = list(makes)
         takes_first = paths == [(0,)]
@@ -134,20 +138,24 @@ class FunctionSteps:
             raise UnwritableError("a value inside is read outside, or returned twice")
         return results
 
-    def _check_branches(self, run: FunctionRun, inside: AbstractSet[fx.Node]) -> None:
-        """Raise UnwritableError if a call has a part of what one mode runs, or is told the mode by an argument."""
+    def _depends_on_mode(self, inside: AbstractSet[fx.Node]) -> bool:
+        """Return whether the modes compute something else in a call. Raises UnwritableError if only a part of what one
+        mode runs is in it."""
         parts = {node.meta.get(BRANCH) for node in inside}
-        if len(parts) == 1:
-            return  # one mode runs all of it, or both do
-        if any(not self._branches[part.number] <= inside for part in parts if part is not None):
+        if len(parts) > 1 and any(not self._branches[part.number] <= inside for part in parts if part is not None):
             raise UnwritableError("only a part of what a mode runs is in it")
-        if any(isinstance(form, PlainValue) and isinstance(form.value, bool) for _, form in run.arguments):
-            raise UnwritableError("an argument may be the mode")
+        operations = (node for node in inside if isinstance(node.target, OpOverload))
+        return len(parts) > 1 or any(not arguments_of(node).keys().isdisjoint(MODE_ARGUMENTS) for node in operations)
 
     def _arguments(
-        self, run: FunctionRun, available: AbstractSet[fx.Node]
+        self, run: FunctionRun, available: AbstractSet[fx.Node], depends_on_mode: bool
     ) -> tuple[CallArguments, tuple[fx.Node, ...]]:
-        """The arguments of a call, and the values that it takes. Raises UnwritableError."""
+        """The arguments of a call, and the values that it takes. Raises UnwritableError.
+
+        Args:
+            available: the values that the text has before the call.
+            depends_on_mode: whether the modes compute something else in it.
+        """
         places = self._places.get(run.key, {})
         parameters = inspect.signature(run.function).parameters
         reads: list[fx.Node] = []
@@ -180,6 +188,8 @@ class FunctionSteps:
                 values.append((keyword, tuple(position_of(name, (index,)) for index in range(len(form)))))
             else:
                 value = _plain(name, form, sizes)
+                if depends_on_mode and isinstance(value, (bool, int, float)):
+                    value = _in_every_mode(value, _author_argument(author_call, number, name), name)
                 if _follows_dtype(value) and not _is_fixed(author_call, number, name):
                     raise UnwritableError(f"{name} may follow the dtype of the model")
                 if not keyword:
@@ -225,18 +235,46 @@ def _follows_dtype(value: object) -> bool:
     return isinstance(value, float) and abs(value) in _LIMITS
 
 
-def _is_fixed(author_call: ast.Call | None, number: int, name: str) -> bool:
-    """Return whether the author gives an argument as ``torch.float32``, or does not give it."""
+def _author_argument(author_call: ast.Call | None, number: int, name: str) -> ast.expr | None:
+    """The argument that the author gives to a parameter; None if it is its default. Raises UnwritableError if that is
+    not known."""
     if author_call is None or any(isinstance(value, ast.Starred) for value in author_call.args):
-        return False
+        raise UnwritableError(f"the author's {name} is not known")
     keywords = {keyword.arg: keyword.value for keyword in author_call.keywords}
     if None in keywords:  # **settings
-        return False
-    value = author_call.args[number] if number < len(author_call.args) else keywords.get(name)
-    match value:
+        raise UnwritableError(f"the author's {name} is not known")
+    return author_call.args[number] if number < len(author_call.args) else keywords.get(name)
+
+
+def _is_fixed(author_call: ast.Call | None, number: int, name: str) -> bool:
+    """Return whether the author gives an argument as ``torch.float32``, or does not give it."""
+    match _author_argument(author_call, number, name):
         case None | ast.Attribute(value=ast.Name(id="torch")):
             return True
     return False
+
+
+def _in_every_mode(value: object, argument: ast.expr | None, name: str) -> object:
+    """A number for a call in which the modes compute something else; ``self.training`` for the mode.
+
+    Args:
+        value: the number in training mode.
+        argument: as the author gives it.
+
+    Raises:
+        UnwritableError: it may be another one in evaluation mode.
+    """
+    match argument:
+        case ast.Attribute(ast.Name("self"), "training"):
+            return TRAINING
+        case ast.UnaryOp(ast.Not(), ast.Attribute(ast.Name("self"), "training")):
+            return Name(f"not {TRAINING.text}")
+        case None | ast.Constant():
+            return value
+    mentions_mode = any(isinstance(node, ast.Attribute) and node.attr == "training" for node in ast.walk(argument))
+    if isinstance(value, bool) or mentions_mode:
+        raise UnwritableError(f"{name} may follow the mode")
+    return value
 
 
 def _equal(value: object, default: object) -> bool:

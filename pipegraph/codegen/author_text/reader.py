@@ -49,11 +49,13 @@ from pipegraph.codegen.author_text.statements import (
     header_end,
     is_self,
     is_stored,
+    is_super,
     may_divide_features,
     opened_sizes,
     parsed,
     returns,
     sets_attributes,
+    tests_attribute,
     variables,
     without_unused,
 )
@@ -541,14 +543,14 @@ class _Text:
 
     def _resolve(self, tree: ast.AST) -> None:
         """Read the names in a part of the function. Raises UnwritableError."""
-        tests = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _tests_attribute(node)]
+        tests = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and tests_attribute(node)]
         tested = {id(test.args[0]) for test in tests}
         for test in tests:
             attribute = ast.Attribute(test.args[0], ast.literal_eval(test.args[1]), ast.Load())
             if self._module is not None and hasattr(self._module, attribute.attr):
                 self._read_attribute(attribute, {})
-        supers = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call) and _is_super(node)}
-        calls = [node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and _is_super(node.value)]
+        supers = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call) and is_super(node)}
+        calls = [node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and is_super(node.value)]
         if supers:
             self._names.base = self._reader.base_of(self._function, calls, len(supers))
         for node in ast.walk(tree):
@@ -676,19 +678,6 @@ def _nodes_on(tree: ast.FunctionDef, lines: Sequence[TextLine], numbers: frozens
 
 def _code_of(owner: type, name: str) -> Any:
     return getattr(inspect.unwrap(vars(owner).get(name, owner)), "__code__", None)
-
-
-def _is_super(node: ast.expr) -> bool:
-    """Return whether an expression is ``super()``."""
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super" and not node.args
-
-
-def _tests_attribute(node: ast.Call) -> bool:
-    """Return whether a call is ``hasattr(self, "name")``."""
-    match node:
-        case ast.Call(ast.Name("hasattr"), [ast.Name() as owner, ast.Constant(str())]):
-            return is_self(owner)
-    return False
 
 
 def _check_part(statement: ast.stmt, numbers: frozenset[int], stage_part: StagePart) -> None:

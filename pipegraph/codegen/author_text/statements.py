@@ -273,3 +273,16 @@ def is_stored(node: ast.Name) -> bool:
 
 def is_self(node: ast.expr) -> bool:
     return isinstance(node, ast.Name) and node.id == SELF
+
+
+def is_super(node: ast.expr) -> bool:
+    """Return whether an expression is ``super()``."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super" and not node.args
+
+
+def tests_attribute(node: ast.Call) -> bool:
+    """Return whether a call is ``hasattr(self, "name")``."""
+    match node:
+        case ast.Call(ast.Name("hasattr"), [ast.Name() as owner, ast.Constant(str())]):
+            return is_self(owner)
+    return False

@@ -119,7 +119,9 @@ def summary_of(module_class: type) -> str:
         return ""
     docstring = ast.get_docstring(statement) if isinstance(statement, ast.ClassDef) else None
     summary = prose(" ".join((docstring or "").split("\n\n")[0].split()).replace("—", "–"))
-    return summary if len(summary) <= _LONGEST_SUMMARY and "\\" not in summary else ""
+    if not summary or len(summary) > _LONGEST_SUMMARY or "\\" in summary:
+        return ""
+    return summary if summary.endswith((".", ":", "!", "?")) else f"{summary}."
 
 
 def prose(text: str) -> str:

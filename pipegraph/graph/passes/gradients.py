@@ -44,7 +44,7 @@ def mark_gradients(graph: fx.Graph) -> None:
         if node.meta["requires_grad"] and written_by(node):
             written |= shared_memory(node, beyond_detach=False)
             for written_node in written:
-                if written_node.op == "call_function":
+                if written_node.op == "call_function" and _differentiable(written_node.meta["val"]):
                     written_node.meta["requires_grad"] = True
         parents = [parent.meta["requires_grad"] or parent.meta.get("cut_off", False) for parent in node.all_input_nodes]
         node.meta["cut_off"] = not inside and any(parents)
