@@ -85,7 +85,7 @@ class LlamaRMSNorm(nn.Module):
 
 
 class LlamaAttention(nn.Module):
-    """Multi-headed attention from 'Attention Is All You Need' paper
+    """Multi-headed attention from 'Attention Is All You Need' paper.
 
     LlamaAttention (modeling_llama.py:205), as in model.layers.0.self_attn.
     hidden_states f32[batch, input_ids_1, 128], cos f32[1, input_ids_1, 16], sin f32[1, input_ids_1, 16]
