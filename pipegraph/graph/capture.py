@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import is_dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
 
@@ -41,6 +43,7 @@ from pipegraph.graph.model_structure import (
     modes_of,
     modules_of,
     outputs_of,
+    source_has,
 )
 from pipegraph.graph.nodes import dtypes_of
 from pipegraph.graph.partition.split_points import find_segments
@@ -51,8 +54,10 @@ from pipegraph.graph.repeated_layers import with_all_layers
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.graph.symbolic_size import FixedSize, InputDimension
 from pipegraph.progress import listen, track
-from pipegraph.torch_private.export import CAPTURE_LOCK
+from pipegraph.torch_private.export import CAPTURE_LOCK, export_hidden
 from pipegraph.torch_private.pytrees import pytree
+
+_ASKS_ABOUT_EXPORT: Final = re.compile(r"is_(torchdynamo_)?exporting")
 
 
 def capture(
@@ -177,7 +182,7 @@ def _capture(model: nn.Module, example: Example, is_written: bool, captured_now:
         is_written: whether the graph has what the model does in evaluation mode.
         captured_now: captures the model with the layers that it has then.
     """
-    captured = _capture_in_part(model, example, is_written, captured_now) or captured_now()
+    captured = _capture_as_trained(model, example, is_written, captured_now)
     if captured.not_trained:
         warnings.warn(
             f"{captured.model_name} is captured in evaluation mode alone, and its stages refuse training mode: "
@@ -185,6 +190,16 @@ def _capture(model: nn.Module, example: Example, is_written: bool, captured_now:
             stacklevel=3,
         )
     return captured
+
+
+def _capture_as_trained(
+    model: nn.Module, example: Example, is_written: bool, captured_now: Callable[[], Captured]
+) -> Captured:
+    """Capture what a model does when nothing is exported, if it asks, and if that can be captured."""
+    if source_has(model, _ASKS_ABOUT_EXPORT):
+        with suppress(CaptureError), export_hidden():
+            return _capture_in_part(model, example, is_written, captured_now) or captured_now()
+    return _capture_in_part(model, example, is_written, captured_now) or captured_now()
 
 
 def _capture_in_part(
@@ -329,7 +344,7 @@ def _capture_whole(
             check_constants(model, exported.program.constants)
             written = [name for mode in modes for name in audit_model(model, mode, *traced.example, lines)]
             warn_of_written(model, dict.fromkeys(written))
-        for dtype in other_dtypes(model):
+        for dtype in other_dtypes(model) if exported.reads_dtype else ():
             record_lines(lines, model, modes[:1], *traced.example, dtype)
         captured = replace(captured, lines=lines.lines(model))
     captured = replace(captured, segments=find_segments(captured))

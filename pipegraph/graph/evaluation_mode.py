@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from pipegraph.debug import InvalidGraphError
 from pipegraph.errors import CaptureError
 from pipegraph.graph.captured import ModuleEntry, StateEntry
+from pipegraph.graph.export.dtype_reads import DtypeReads
 from pipegraph.graph.export.dynamic_shapes import SizeNames
 from pipegraph.graph.export.explanations import explanation
 from pipegraph.graph.export.flatten import flatten
@@ -94,8 +95,9 @@ def _evaluation_graph(
     mode = modes_of(model).evaluation
     try:
         fixed, keeps_int = training.fixed, training.keeps_int
-        program = export_in(mode, model, args, kwargs, fixed=fixed, keeps_int=keeps_int)
-        exported = Exported(program, mode, fixed, keeps_int=keeps_int)
+        with DtypeReads() as reads:
+            program = export_in(mode, model, args, kwargs, fixed=fixed, keeps_int=keeps_int)
+        exported = Exported(program, mode, fixed, keeps_int=keeps_int, reads_dtype=reads.is_found)
         graph, _ = flatten(exported.program, state, tensors, names)
         mark_dtypes(graph, exported, model, args, kwargs, names)
         run_all_passes(graph, state, prefix="evaluation_")

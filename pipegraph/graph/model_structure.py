@@ -5,16 +5,19 @@ from __future__ import annotations
 import ast
 import inspect
 import linecache
+import re
+import sys
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from pipegraph.errors import CaptureError, one_line
+from pipegraph.errors import CaptureError, is_user_file, one_line
 from pipegraph.graph.captured import EVALUATION_OUTPUTS, ModuleEntry, StateEntry, plain_containers
 from pipegraph.graph.initialisation import initialisation_of
 from pipegraph.graph.nodes import label_of
@@ -301,3 +304,22 @@ def mentions_mode(cls: type[nn.Module]) -> bool:
     """Return whether the source of a class asks for its mode."""
     user_classes = [base for base in cls.__mro__ if base not in (nn.Module, object) and not is_layer_of_torch(base)]
     return any(source is None or ".training" in source.text for source in map(class_text, user_classes))
+
+
+def python_modules_of(model: nn.Module) -> list[ModuleType]:
+    """The Python modules in which the classes of a model are defined, but for those of torch."""
+    classes = {cls for module in model.modules() for cls in type(module).__mro__}
+    modules = {sys.modules[cls.__module__] for cls in classes if cls.__module__ in sys.modules}
+    return [module for module in modules if is_user_file(getattr(module, "__file__", None) or "")]
+
+
+def source_has(model: nn.Module, pattern: re.Pattern[str]) -> bool:
+    """Return whether the text of one of these Python modules has a pattern."""
+    return any(pattern.search(_text_of(str(module.__file__))) for module in python_modules_of(model))
+
+
+def _text_of(file: str) -> str:
+    try:
+        return Path(file).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

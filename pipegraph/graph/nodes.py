@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import sympy
@@ -79,6 +79,12 @@ def dimension_of(node: fx.Node, expression: sympy.Expr) -> int | None:
         return None
     sizes = enumerate(shape_of(node))
     return next((dim for dim, size in sizes if isinstance(size, SymbolicSize) and size.expression == expression), None)
+
+
+def dynamic_sizes_of(nodes: Iterable[fx.Node]) -> list[sympy.Expr]:
+    """The dynamic sizes of tensors."""
+    tensors = (node for node in nodes if isinstance(node.meta.get("val"), torch.Tensor))
+    return [size.expression for node in tensors for size in shape_of(node) if isinstance(size, SymbolicSize)]
 
 
 def dtypes_of(node: fx.Node) -> tuple[torch.dtype | None, torch.dtype | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial, reduce
 from pathlib import Path
@@ -196,6 +196,43 @@ def fold(
         return subtotal
 
     return build(expression)
+
+
+_EXACT_QUOTIENT: Final = sympy.Function("CleanDiv")
+
+
+def in_dimensions(
+    expression: sympy.Expr, dimensions: Iterable[sympy.Expr]
+) -> tuple[sympy.Expr, dict[sympy.Symbol, sympy.Expr]] | None:
+    """Write an expression with dimensions of tensors: ``H * W`` for a sum of which no part is a dimension.
+
+    A dimension that is ``factor * term + constant`` gives the term.
+
+        expression    (a // 4) * (b // 4) + a // 4 + b // 4 + 1
+        dimensions    a // 4 + 1, b // 4 + 1
+        result        first * second
+
+    Args:
+        expression: a size.
+        dimensions: the sizes that can be read.
+
+    Returns:
+        the expression in symbols, and the dimension that each symbol stands for; None if it does not follow.
+    """
+    terms: dict[sympy.Expr, sympy.Expr] = {}
+    places: dict[sympy.Symbol, sympy.Expr] = {}
+    for dimension in dict.fromkeys(dimensions):
+        constant, multiple = dimension.as_coeff_Add()
+        factor, term = multiple.as_coeff_Mul()
+        if term.is_Add or not (factor.is_Integer and factor > 0 and term.free_symbols):
+            continue
+        symbol = sympy.Dummy(integer=True, positive=True)
+        if term not in terms or factor == 1:
+            places[symbol] = dimension
+            terms[term] = symbol - constant if factor == 1 else _EXACT_QUOTIENT(symbol - constant, factor)
+    written = sympy.expand(expression.xreplace(terms))
+    symbols = written.free_symbols
+    return (written, {symbol: places[symbol] for symbol in symbols}) if symbols <= places.keys() else None
 
 
 @lru_cache(maxsize=4096)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import traceback
 import types
@@ -20,6 +21,7 @@ from torch._export.utils import _compiling_state_context
 from torch.fx.experimental.proxy_tensor import _ModuleStackTracer, get_proxy_slot
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from pipegraph.errors import is_user_file
 from pipegraph.torch_private.fake_tensors import fake_mode_of
 
 
@@ -120,6 +122,20 @@ def exporting() -> AbstractContextManager[Any]:
     ``_compiling_state_context``: nothing public sets the flag, and a model may ask for it.
     """
     return _compiling_state_context()
+
+
+def export_hidden() -> AbstractContextManager[None]:
+    """Let ``torch.compiler.is_exporting()`` hold for torch alone: what else asks is told that nothing is exported.
+
+    The function is public, and a model asks it for operations that other formats can express. Such a model is not the
+    one that is trained.
+    """
+
+    def answer(original: Callable[[], bool]) -> bool:
+        caller = sys._getframe(2)
+        return not is_user_file(caller.f_code.co_filename) and original()
+
+    return replaced(torch.compiler, "is_exporting", answer)
 
 
 @contextmanager

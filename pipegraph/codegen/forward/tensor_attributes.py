@@ -15,8 +15,8 @@ from pipegraph.codegen.names.source_statements import SourceStatements
 from pipegraph.codegen.syntax.expressions import Attribute, Binary, Expression, Name, Subscript, call, literal, unary
 from pipegraph.codegen.syntax.statements import Statement
 from pipegraph.graph.captured import model_dtype, model_number
-from pipegraph.graph.nodes import dimension_of, dtypes_of
-from pipegraph.graph.symbolic_size import FUNCTIONS, SymbolicSize, UnknownSizeError, fold
+from pipegraph.graph.nodes import dimension_of, dtypes_of, dynamic_sizes_of
+from pipegraph.graph.symbolic_size import FUNCTIONS, SymbolicSize, UnknownSizeError, fold, in_dimensions
 
 OF_MODEL_DTYPE = (model_dtype, model_number)
 """What such a node of a graph calls."""
@@ -45,7 +45,11 @@ class SizeVariables:
         try:
             return fold(size.expression, self._read, _combined, call)
         except UnknownSizeError as error:
-            raise UnknownSizeError(error.size, size.expression) from error
+            written = in_dimensions(size.expression, dynamic_sizes_of(self._values.variables.values()))
+            if written is None:
+                raise UnknownSizeError(error.size, size.expression) from error
+            expression, places = written
+            return fold(expression, lambda part: self._read(places.get(part, part)), _combined, call)
 
     def keep(self) -> None:
         """Write ``seq = x.shape[1]`` for the waiting sizes that a value has."""

@@ -13,16 +13,15 @@ from __future__ import annotations
 import builtins
 import math
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from pipegraph.errors import is_user_file
+from pipegraph.graph.model_structure import python_modules_of, source_has
 from pipegraph.torch_private.export import replaced
 
 aten = torch.ops.aten
@@ -54,7 +53,7 @@ class WholeNumber(int, metaclass=_WholeNumberType):
 @contextmanager
 def whole_numbers_kept(model: nn.Module) -> Iterator[None]:
     """Let ``int`` in the files of a model's classes be `WholeNumber`."""
-    modules = [module for module in _modules_of(model) if "int" not in vars(module)]
+    modules = [module for module in python_modules_of(model) if "int" not in vars(module)]
     try:
         for module in modules:
             vars(module)["int"] = WholeNumber
@@ -70,22 +69,7 @@ def may_read_int(model: nn.Module, line: str) -> bool:
     Args:
         line: that fixes it, ``model.py:12: x[:, :int(n * 0.5)]``; "" if it is unknown.
     """
-    return bool(_INT.search(line)) if line else any(_reads_int(module) for module in _modules_of(model))
-
-
-def _modules_of(model: nn.Module) -> list[ModuleType]:
-    """The Python modules in which the classes of a model are defined, but for those of torch."""
-    classes = {cls for module in model.modules() for cls in type(module).__mro__}
-    modules = {sys.modules[cls.__module__] for cls in classes if cls.__module__ in sys.modules}
-    return [module for module in modules if is_user_file(getattr(module, "__file__", None) or "")]
-
-
-def _reads_int(module: ModuleType) -> bool:
-    try:
-        with open(str(module.__file__), encoding="utf-8", errors="replace") as file:
-            return bool(_INT.search(file.read()))
-    except OSError:
-        return False
+    return bool(_INT.search(line)) if line else source_has(model, _INT)
 
 
 # ---- linspace and arange ---------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -26,6 +27,7 @@ from pipegraph.graph.nodes import (
 )
 from pipegraph.graph.operators import operator_of
 from pipegraph.graph.symbolic_size import SymbolicSize
+from pipegraph.torch_private.fake_tensors import new_fake_mode
 from pipegraph.torch_private.operators import OpOverload
 from pipegraph.torch_private.pytrees import pytree
 
@@ -56,11 +58,15 @@ def mark_dtypes(
     What was really used is found in the other graph, and put right.
 
     The other graph has numbers for sizes at first, which takes a third of the time. If the graphs do not correspond
-    then, it is made in the same way as the first.
+    then, it is made in the same way as the first. A model that neither reads a dtype nor casts has no other graph: its
+    operations are run on values of the other dtype instead.
     """
     if (dtype := dtype_of(model)) is None:
         return
     other_dtype = torch.bfloat16 if dtype == torch.float32 else torch.float32
+    if not exported.reads_dtype and not any(map(_may_change_dtype, graph.nodes)):
+        _mark_computed(graph, other_dtype)
+        return
     for fixed in dict.fromkeys((None, exported.fixed)):
         try:
             with warnings.catch_warnings():
@@ -75,6 +81,37 @@ def mark_dtypes(
         if comparison.succeeds():
             comparison.apply()
             return
+
+
+def _may_change_dtype(node: fx.Node) -> bool:
+    """Return whether an operation is a cast, or stands in a region of autocast."""
+    return operator_of(node).cast or any(kind == "autocast" for kind, _ in node.meta.get("regions", ()))
+
+
+def _mark_computed(graph: fx.Graph, other_dtype: torch.dtype) -> None:
+    """Mark the dtypes that the operations of a graph return in a model of another dtype. No marks if one fails."""
+    mode = new_fake_mode()
+    values: dict[fx.Node, Any] = {}
+
+    def converted(node: fx.Node) -> Any:
+        value = node.meta["val"]
+        is_converted = node.meta.get("kind") != "constant" and value.is_floating_point()
+        dtype = other_dtype if is_converted else value.dtype
+        return torch.empty_strided(value.shape, value.stride(), dtype=dtype, device=value.device)
+
+    try:
+        with mode, torch.no_grad():
+            for node in graph.nodes:
+                if node.op == "call_function":
+                    args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+                    values[node] = node.target(*args, **kwargs)
+                elif node.op != "output":
+                    values[node] = converted(node)
+    except Exception:  # whatever an operation raises in a dtype that it does not take
+        return
+    for node, value in values.items():
+        if isinstance(value, torch.Tensor):
+            node.meta[OTHER_DTYPE] = value.dtype
 
 
 def dtype_of(model: nn.Module) -> torch.dtype | None:
@@ -191,10 +228,11 @@ class _DtypeComparison:
         by_call, twins_by_call = _variables_by_call(self._nodes()), _variables_by_call(self._graphs.twins)
         for call in dict.fromkeys((*by_call, *twins_by_call)):
             nodes, twins = by_call.get(call, {}), twins_by_call.get(call, {})
-            places = {place._replace(order=0): node for place, node in nodes.items()}
-            twins_of_places = {place._replace(order=0): twin for place, twin in twins.items()}
-            for place in nodes if len(nodes) >= len(twins) else twins:
-                node, twin = (by_place.get(place._replace(order=0)) for by_place in (places, twins_of_places))
+            turns, twin_turns = _turns(nodes), _turns(twins)
+            node_of = {turn: nodes[place] for place, turn in turns.items()}
+            twin_of = {turn: twins[place] for place, turn in twin_turns.items()}
+            for place, turn in (turns if len(nodes) >= len(twins) else twin_turns).items():
+                node, twin = node_of.get(turn), twin_of.get(turn)
                 if node is None:
                     assert twin is not None
                     yield self._graphs.node_of(unsliced_node(twin)), call, place
@@ -211,6 +249,17 @@ def _variables_by_call(nodes: Iterable[fx.Node]) -> dict[str, dict[VariablePlace
         for call, places in node.meta.get("variables", {}).items():
             by_call.setdefault(call, {}).update(dict.fromkeys(places, node))
     return by_call
+
+
+def _turns(places: Iterable[VariablePlace]) -> dict[VariablePlace, VariablePlace]:
+    """The assignments of a call → the same with, as order, which iteration of a loop it is on its line."""
+    counts: Counter[VariablePlace] = Counter()
+    turns = {}
+    for place in sorted(places, key=lambda place: place.order):
+        line = place._replace(order=0)
+        turns[place] = place._replace(order=counts[line])
+        counts[line] += 1
+    return turns
 
 
 def _numbers(

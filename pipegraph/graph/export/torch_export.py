@@ -23,6 +23,7 @@ from torch.export import ExportedProgram
 from pipegraph.errors import CaptureError, current_user_line, user_line
 from pipegraph.graph.custom_functions import apply_by_operator
 from pipegraph.graph.export.constant_drop_path import FoldConstantDropPath
+from pipegraph.graph.export.dtype_reads import DtypeReads
 from pipegraph.graph.export.explanations import at_line, explanation, summary
 from pipegraph.graph.export.isolation import fake_parameters, generators_restored, not_logged, refusals_not_logged
 from pipegraph.graph.export.kept_sizes import factory_sizes_kept, may_read_int, whole_numbers_kept
@@ -138,6 +139,7 @@ class Exported(NamedTuple):
         computed: a dimension that had to be fixed → the line that computes from it what a stage cannot express.
         training_error: why it was not exported in training mode, with the line; empty if it was.
         keeps_int: whether ``int`` in the model's source kept a dynamic size.
+        reads_dtype: whether the model asks for the dtype of a tensor, or casts one.
     """
 
     program: ExportedProgram
@@ -148,6 +150,7 @@ class Exported(NamedTuple):
     computed: Mapping[InputDimension, str] = MappingProxyType({})
     training_error: str = ""
     keeps_int: bool = False
+    reads_dtype: bool = True
 
 
 class IntOfSizeError(Exception):
@@ -196,8 +199,9 @@ def export(
                 int_lines.append(line)
                 raise IntOfSizeError(line)  # the rest of this export would be in vain
 
+        reads = DtypeReads()
         try:
-            with long.refused(), fixed_sizes_seen(note):
+            with long.refused(), fixed_sizes_seen(note), reads:
                 program = export_in(mode, model, args, kwargs, fixed=tried, keeps_int=keeps_int)
         except Exception:
             if long.refusal is not None:  # torch may raise another error in its place
@@ -206,7 +210,16 @@ def export(
                 raise IntOfSizeError(int_lines[0]) from None
             raise
         failed = "" if first_error is None else at_line(summary(first_error), first_error)
-        return Exported(program, mode, tried, lines, obstacle, training_error=failed, keeps_int=keeps_int)
+        return Exported(
+            program,
+            mode,
+            tried,
+            lines,
+            obstacle,
+            training_error=failed,
+            keeps_int=keeps_int,
+            reads_dtype=reads.is_found,
+        )
 
     for mode, tried in product(modes, dict.fromkeys((fixed, None))):
         try:

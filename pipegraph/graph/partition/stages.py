@@ -13,7 +13,8 @@ from torch import fx
 
 from pipegraph.errors import PlanError
 from pipegraph.graph.captured import BRANCH, Captured, GradientHook, StateEntry, split_point
-from pipegraph.graph.nodes import dimension_of, named_sizes, path_of, source_line, value_bytes
+from pipegraph.graph.nodes import dimension_of, dynamic_sizes_of, named_sizes, path_of, source_line, value_bytes
+from pipegraph.graph.symbolic_size import in_dimensions
 
 # ---- replicated values -----------------------------------------------------------------------------------------------
 # Values that a stage makes for itself instead of receiving them: masks, positions, rotary tables.
@@ -390,9 +391,13 @@ def inputs_for_sizes(captured: Captured, nodes: Sequence[fx.Node], reads: Iterab
 
 def _follows(expression: sympy.Expr, values: Sequence[fx.Node]) -> bool:
     """Return whether an expression can be computed from sizes of values."""
-    if expression.is_Integer or any(dimension_of(value, expression) is not None for value in values):
-        return True
-    return bool(expression.args) and all(_follows(part, values) for part in expression.args)
+
+    def is_sum_of_parts(part: sympy.Expr) -> bool:
+        if part.is_Integer or any(dimension_of(value, part) is not None for value in values):
+            return True
+        return bool(part.args) and all(map(is_sum_of_parts, part.args))
+
+    return is_sum_of_parts(expression) or in_dimensions(expression, dynamic_sizes_of(values)) is not None
 
 
 def _in_reach(node: fx.Node, preceding_nodes: Sequence[fx.Node]) -> list[fx.Node]:
