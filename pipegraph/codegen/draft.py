@@ -17,13 +17,14 @@ from pipegraph.codegen.classes.stage_class import stage_class
 from pipegraph.codegen.forms import USUAL, Forms
 from pipegraph.codegen.initial_values import InitialValues, initial_values
 from pipegraph.codegen.names.draw_names import draw_names
-from pipegraph.codegen.names.identifiers import unused, variable
+from pipegraph.codegen.names.identifiers import is_plain, unused, variable
 from pipegraph.codegen.names.model_names import dtype_name
 from pipegraph.codegen.render import render_blocks, render_init, render_stage, render_weights
 from pipegraph.codegen.syntax.statements import ClassSource, FunctionSource, functions_called
 from pipegraph.codegen.weights import shard_name, shard_plan
 from pipegraph.errors import CaptureError
 from pipegraph.graph.batch_report import BatchReport
+from pipegraph.graph.calls import RETURNED, VariablePlace
 from pipegraph.graph.captured import Captured, own_recompute
 from pipegraph.graph.custom_functions import NAMESPACE as FUNCTIONS
 from pipegraph.graph.index_bounds import index_bound
@@ -324,7 +325,31 @@ def _source_names(plan: Plan, blocks: BlockClasses) -> dict[fx.Node, str]:
         else:
             source_name = blocks.names.value_name(node)
         names[node] = variable(source_name, "x")
-    return names
+    return {**names, **_unpacked_names(names)}
+
+
+def _unpacked_names(names: Mapping[fx.Node, str]) -> dict[fx.Node, str]:
+    """The names of values that are parts of one tuple, where the model unpacks it: ``cos, sin``."""
+    parts: dict[str, list[fx.Node]] = {}
+    for node, name in names.items():
+        if any(place.name == name and place.path for place in _variables(node)):
+            parts.setdefault(name, []).append(node)
+    unpacked: dict[fx.Node, str] = {}
+    for nodes in parts.values():
+        whole = (sorted((place for place in _variables(node) if not place.path), key=_order) for node in nodes)
+        first = [next((place.name for place in places if place.name != RETURNED), "") for places in whole]
+        if len(set(first)) == len(nodes) > 1 and all(map(is_plain, first)):
+            unpacked |= zip(nodes, first, strict=True)
+    return unpacked
+
+
+def _variables(node: fx.Node) -> list[VariablePlace]:
+    """The variables of the model's source that had a value, or had it in a tuple."""
+    return [place for places in node.meta.get("variables", {}).values() for place in places]
+
+
+def _order(place: VariablePlace) -> int:
+    return place.order
 
 
 def _unique(crossing: Sequence[Boundary], base_names: Mapping[fx.Node, str], reserved: set[str]) -> dict[Boundary, str]:

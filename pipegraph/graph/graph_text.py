@@ -48,16 +48,21 @@ def stages_text(stages: Sequence[StageGraph], boundaries: Sequence[Boundary]) ->
     return "\n".join(lines)
 
 
-def value_text(node: fx.Node) -> str:
-    """``f32[batch, 128, 512]``: the dtype and shape of a value, or of each value of a tuple; empty for others."""
+def value_text(node: fx.Node, longest: int | None = None) -> str:
+    """``f32[batch, 128, 512]``: the dtype and shape of a value, or of each value of a tuple; empty for others.
+
+    Args:
+        longest: the characters of a size, for which ``…`` stands if it has more; None for any number.
+    """
     if isinstance(node.meta.get("val"), torch.Tensor):
-        return type_text(node.meta["val"], shape_of(node))
+        return type_text(node.meta["val"], shape_of(node), longest)
     return _nested_text(node.meta.get("val"))
 
 
-def type_text(tensor: torch.Tensor, shape: Sequence[int] | None = None) -> str:
+def type_text(tensor: torch.Tensor, shape: Sequence[int] | None = None, longest: int | None = None) -> str:
     """``f32[8, 128, 512]``: the dtype and shape of a tensor."""
-    sizes = (size.text if isinstance(size, SymbolicSize) else str(size) for size in shape or tensor.shape)
+    texts = (size.text if isinstance(size, SymbolicSize) else str(size) for size in shape or tensor.shape)
+    sizes = ("…" if longest is not None and len(text) > longest else text for text in texts)
     name = str(tensor.dtype).removeprefix("torch.")
     stem = name.rstrip("0123456789")
     short = _SHORT[stem] + name[len(stem) :] if stem in _SHORT else name

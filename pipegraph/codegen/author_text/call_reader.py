@@ -13,13 +13,14 @@ from pipegraph.codegen.author_text.cut import UnwritableError
 from pipegraph.codegen.author_text.function_steps import FunctionSteps
 from pipegraph.codegen.author_text.names import ForwardSurroundings, MixedMethod, ReadNames, StagePart
 from pipegraph.codegen.author_text.reader import add_called_function, names_of_module
+from pipegraph.codegen.author_text.simplify import CalledFunctions
 from pipegraph.codegen.author_text.variables import CallVariables, forward_line, unread_parameters, variables_by_call
 from pipegraph.codegen.forward.items import Step
 from pipegraph.codegen.names.identifiers import unused
 from pipegraph.codegen.names.source_statements import SourceStatements
 from pipegraph.codegen.syntax.statements import SourceText
 from pipegraph.graph.calls import CallTree, CallValues, FunctionRun, StageMembers, argument_place, sorted_by_place
-from pipegraph.graph.captured import Captured
+from pipegraph.graph.captured import Captured, ExecutedLines
 from pipegraph.graph.model_structure import is_layer_of_torch
 from pipegraph.graph.nodes import path_of
 from pipegraph.torch_private.export import call_name
@@ -51,7 +52,9 @@ class CallReader:
         for node in captured.nodes:
             for call in node.meta.get("argument_of", {}):
                 self._arguments.setdefault(call, []).append(node)
-        self._functions = FunctionSteps(captured.nodes, source)
+        lines = captured.lines or ExecutedLines({}, {}, {})
+        self._called_functions = CalledFunctions(lines)
+        self._functions = FunctionSteps(captured.nodes, source, self._called_functions)
         attributes = (value for entry in captured.modules.values() for value in vars(entry.module).values())
         self._texts = frozenset(value for value in attributes if isinstance(value, str))
 
@@ -110,7 +113,7 @@ class CallReader:
 
         def add_function(run: FunctionRun) -> None:
             with names.undone_on_error():
-                add_called_function(names, module, tree.fqn, lines, surroundings, run)
+                add_called_function(names, module, tree.fqn, lines, surroundings, self._called_functions, run)
                 check_names(names)
 
         return self._functions.joined(steps, call_name(tree.call), frozenset(called.makes), add_function)
@@ -224,4 +227,5 @@ class CallReader:
                 of_method=None,
             )
 
-        return names_of_module(module, tree.fqn, lines, replace(surroundings, of_method=of_method))
+        surroundings = replace(surroundings, of_method=of_method)
+        return names_of_module(module, tree.fqn, lines, surroundings, self._called_functions)

@@ -9,6 +9,7 @@ if self.debug:              never ran
 from __future__ import annotations
 
 import ast
+import itertools
 import linecache
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -108,9 +109,26 @@ class FunctionCut:
                 raise UnwritableError("two statements share a line")
             text = self._statement(statement, shift)
             if text:
-                lines += [*self._moved(start + 1, first - 1, shift), *text]
+                lines += [*self._comments(statement, start + 1, first - 1, shift), *text]
             start = statement.end_lineno or first
         return lines
+
+    def _comments(self, statement: ast.stmt, first: int, last: int, shift: int) -> list[TextLine]:
+        """The lines before a statement. Of an ``if`` that was never true, those before the branch that ran, if it has
+        some."""
+        lines = self._moved(first, last, shift)
+        if not isinstance(statement, ast.If) or not statement.orelse or self._has_run(statement.body):
+            return lines
+        branch: ast.stmt = statement
+        while isinstance(branch, ast.If) and branch.orelse and not self._has_run(branch.body):
+            end, following = branch.body[-1].end_lineno or branch.lineno, branch.orelse[0]
+            is_elif = _is_elif(branch, self._lines)
+            header = following.lineno if is_elif else self._header_end(end, following)
+            if not is_elif:
+                break
+            branch = following
+        comments = _trimmed(self._moved(end + 1, header - 1, shift))
+        return [*itertools.takewhile(lambda line: not line.text, lines), *comments] if comments else lines
 
     def _statement(self, statement: ast.stmt, shift: int) -> list[TextLine]:
         first, last = _first_line(statement), statement.end_lineno or statement.lineno

@@ -21,14 +21,14 @@ class Edit(NamedTuple):
 
     def is_within(self, node: ast.expr) -> bool:
         """Return whether it changes a part of a node."""
-        return _start(node) <= self.start and self.end <= _end(node)
+        return start_of(node) <= self.start and self.end <= end_of(node)
 
 
 def replacement(node: ast.expr, text: str) -> Edit:
     """The edit that replaces a node. Raises UnwritableError if that is on several lines."""
     if node.lineno != node.end_lineno:
         raise UnwritableError("an attribute stands on two lines")
-    return Edit(_start(node), _end(node), text)
+    return Edit(start_of(node), end_of(node), text)
 
 
 def edited(lines: Sequence[TextLine], edits: Iterable[Edit]) -> list[TextLine | None]:
@@ -78,7 +78,7 @@ class UsedSides(ast.NodeTransformer):
             return node
         used = node.orelse if unused[0] is node.body else node.body
         self.edits = [edit for edit in self.edits if edit.is_within(used) or not edit.is_within(node)]
-        self.edits += [Edit(_start(node), _start(used), ""), Edit(_end(used), _end(node), "")]
+        self.edits += [Edit(start_of(node), start_of(used), ""), Edit(end_of(used), end_of(node), "")]
         return used
 
 
@@ -117,9 +117,11 @@ def _functions_called(node: ast.expr) -> Iterator[ast.expr]:
             yield from _functions_called(child) if isinstance(child, ast.expr) else ()
 
 
-def _start(node: ast.expr) -> Place:
+def start_of(node: ast.expr | ast.keyword) -> Place:
+    """The place of the first character of a node."""
     return node.lineno, node.col_offset
 
 
-def _end(node: ast.expr) -> Place:
+def end_of(node: ast.expr | ast.keyword) -> Place:
+    """The place after the last character of a node."""
     return node.end_lineno or node.lineno, node.end_col_offset or 0

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from pipegraph.codegen.author_text.cut import UnwritableError
+from pipegraph.codegen.author_text.simplify import CalledFunctions
 from pipegraph.codegen.expressions.operator_call import TRAINING
 from pipegraph.codegen.expressions.torch_modules import CallArguments, Passed, unpacked_places
 from pipegraph.codegen.forward.items import FunctionStep, Operation, Step, has_effects
@@ -40,10 +41,11 @@ class FunctionSteps:
     Args:
         nodes: the operations of the model.
         source: the statements of its source.
+        called_functions: what is left of its functions.
     """
 
-    def __init__(self, nodes: Iterable[fx.Node], source: SourceStatements) -> None:
-        self._source = source
+    def __init__(self, nodes: Iterable[fx.Node], source: SourceStatements, called_functions: CalledFunctions) -> None:
+        self._source, self._called_functions = source, called_functions
         self._nodes: dict[str, set[fx.Node]] = {}
         self._places: dict[str, _Places] = {}
         self._branches: dict[int, set[fx.Node]] = {}
@@ -158,6 +160,7 @@ class FunctionSteps:
         """
         places = self._places.get(run.key, {})
         parameters = inspect.signature(run.function).parameters
+        callee = None if run.is_method else self._called_functions.callee(run.function)
         reads: list[fx.Node] = []
 
         def position_of(name: str, path: tuple[int, ...]) -> int:
@@ -176,6 +179,8 @@ class FunctionSteps:
         settings: list[tuple[str, object]] = []
         is_positional = True
         for number, (name, form) in enumerate(run.arguments):
+            if callee is not None and name in callee.unread:
+                continue
             parameter = parameters.get(name)
             if parameter is None or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 raise UnwritableError(f"{name} is one of several arguments")

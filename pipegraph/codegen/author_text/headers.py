@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import builtins
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, Final
 
 from pipegraph.codegen.author_text.cut import TextLine
+from pipegraph.codegen.author_text.edits import Edit, Place, edited, present
 from pipegraph.codegen.author_text.names import StagePart, import_of
 from pipegraph.codegen.author_text.statements import SELF, header_end, parsed
 from pipegraph.codegen.syntax.line_breaks import LINE_LENGTH
@@ -36,6 +38,44 @@ def with_known_annotations(
             holder.annotation = None
     changed = [*(TextLine(text, 0) for text in _header(tree)), *lines[header_end(lines, tree) :]]
     return changed, parsed(changed)
+
+
+def without_parameters(lines: Sequence[TextLine], names: AbstractSet[str]) -> list[TextLine]:
+    """A function without some of its parameters."""
+    remaining = list(lines)
+    for name in sorted(names):
+        arguments = parsed(remaining).args
+        parts = _parts(arguments)
+        at = next(at for at, (argument, _) in enumerate(parts) if argument.arg == name)
+        start, end = _place_of(*parts[at])
+        if at:
+            start = _place_of(*parts[at - 1])[1]
+        elif len(parts) > 1:
+            end = _place_of(*parts[1])[0]
+        remaining = present(edited(remaining, [Edit(start, end, "")]))
+    tree = parsed(remaining)
+    header = [line.text for line in remaining[: header_end(remaining, tree)]]
+    if len(header) > 1 and not any("#" in line for line in header):  # it may fit on fewer lines
+        text = " ".join(line.strip() for line in header).replace("( ", "(").replace(", )", ")").replace(" )", ")")
+        if len(text) <= LINE_LENGTH - _CLASS_INDENT:
+            return [TextLine(text, remaining[0].number), *remaining[len(header) :]]
+    return remaining
+
+
+def _parts(arguments: ast.arguments) -> list[tuple[ast.arg, ast.expr | None]]:
+    """The parameters in order, each with its default."""
+    positional = [*arguments.posonlyargs, *arguments.args]
+    defaults = [*[None] * (len(positional) - len(arguments.defaults)), *arguments.defaults]
+    parts: list[tuple[ast.arg, ast.expr | None]] = list(zip(positional, defaults, strict=True))
+    parts += [(arguments.vararg, None)] if arguments.vararg is not None else []
+    parts += zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    return [*parts, *([(arguments.kwarg, None)] if arguments.kwarg is not None else [])]
+
+
+def _place_of(argument: ast.arg, default: ast.expr | None) -> tuple[Place, Place]:
+    """The places of the beginning and the end of a parameter."""
+    last = argument if default is None else default
+    return (argument.lineno, argument.col_offset), (last.end_lineno or 0, last.end_col_offset or 0)
 
 
 def _header(tree: ast.FunctionDef) -> list[str]:

@@ -18,7 +18,7 @@ from torch import nn
 from pipegraph.codegen.author_text.constructors import CONTAINERS
 from pipegraph.codegen.author_text.cut import FunctionCut, TextLine, UnwritableError
 from pipegraph.codegen.author_text.edits import Edit, OpenSizes, UsedSides, edited, present, replacement
-from pipegraph.codegen.author_text.headers import part_header, with_known_annotations
+from pipegraph.codegen.author_text.headers import part_header, with_known_annotations, without_parameters
 from pipegraph.codegen.author_text.names import (
     STANDARD,
     WITH_EFFECTS,
@@ -38,6 +38,7 @@ from pipegraph.codegen.author_text.names import (
     origin_of,
     plain_expression,
 )
+from pipegraph.codegen.author_text.simplify import CalledFunctions
 from pipegraph.codegen.author_text.statements import (
     SELF,
     arguments_of,
@@ -57,7 +58,6 @@ from pipegraph.codegen.author_text.statements import (
     sets_attributes,
     tests_attribute,
     variables,
-    without_unused,
 )
 from pipegraph.codegen.author_text.tables import table_expression
 from pipegraph.codegen.syntax.expressions import Name, literal
@@ -67,8 +67,17 @@ from pipegraph.graph.export.executed_lines import is_of_model
 from pipegraph.graph.model_structure import is_layer_of_torch
 
 
-def names_of_module(module: nn.Module, fqn: str, lines: ExecutedLines, surroundings: ForwardSurroundings) -> ReadNames:
+def names_of_module(
+    module: nn.Module,
+    fqn: str,
+    lines: ExecutedLines,
+    surroundings: ForwardSurroundings,
+    called_functions: CalledFunctions,
+) -> ReadNames:
     """Return the text of the ``forward`` of a module, of the methods that it calls, and what these read.
+
+    Args:
+        called_functions: what is left of the functions of the model.
 
     Raises:
         UnwritableError: they read something that a package does not have.
@@ -79,7 +88,7 @@ def names_of_module(module: nn.Module, fqn: str, lines: ExecutedLines, surroundi
     file = function.__code__.co_filename
     names = ReadNames(origin_of(file), file)
     try:
-        reader = _SourceReader(names, lines, module, fqn, surroundings)
+        reader = _SourceReader(names, lines, module, fqn, surroundings, called_functions)
         reader.read_forward(function)
     except (AttributeError, RuntimeError, SyntaxError, TypeError, ValueError) as error:
         # Attributes and properties of a model's objects may raise any of these.
@@ -93,6 +102,7 @@ def add_called_function(
     fqn: str,
     lines: ExecutedLines,
     surroundings: ForwardSurroundings,
+    called_functions: CalledFunctions,
     run: FunctionRun,
 ) -> None:
     """Let the text of a module have the function, or the method, of a call.
@@ -102,7 +112,7 @@ def add_called_function(
     """
     if run.is_method and run.name in names.mixed_methods:
         raise UnwritableError("some of its statements are written from the graph")
-    reader = _SourceReader(names, lines, module, fqn, surroundings)
+    reader = _SourceReader(names, lines, module, fqn, surroundings, called_functions)
     texts, base = {*names.methods, *names.functions}, names.base
     children, attributes_set = set(names.children), set(names.attributes_set)
     with names.undone_on_error():
@@ -134,10 +144,12 @@ class _SourceReader:
         module: nn.Module | None,
         fqn: str,
         surroundings: ForwardSurroundings,
+        called_functions: CalledFunctions,
     ) -> None:
         self._names, self._lines, self._module, self._fqn = names, lines, module, fqn
         self._surroundings = surroundings
         self.attributes_set = attributes_set_by(type(module), lines.modules.get(fqn, ()))
+        self._called_functions = called_functions
         self.texts = surroundings.texts
 
     def add_autograd_function(self, name: str) -> None:
@@ -163,7 +175,7 @@ class _SourceReader:
             function.__code__.co_firstlineno,
             self._lines.modules.get(self._fqn, frozenset()),
         )
-        text = _Text(self, function, cut.lines)
+        text = _Text(self, function, self._simplified(cut, function))
         parts = list(text.parts(surroundings))
         if self._names.attributes_set and not text.returns_last:
             raise UnwritableError("it sets attributes, and returns before its last statement")
@@ -178,6 +190,9 @@ class _SourceReader:
         for name in self._names.mixed_methods:
             if any(line.text.find(f"self.{name}(") >= 0 for lines in self._names.methods.values() for line in lines):
                 raise MixedMethodError(name, "other methods call it, too")
+
+    def _simplified(self, cut: FunctionCut, function: FunctionType) -> list[TextLine]:
+        return self._called_functions.simplified(cut.lines, function.__globals__)
 
     def _check_closure(self, function: FunctionType) -> None:
         if set(function.__code__.co_freevars) - {"__class__"}:
@@ -223,7 +238,7 @@ class _SourceReader:
         if code.co_filename != self._names.file:
             raise UnwritableError(f"{name} is in another file")
         cut = FunctionCut(code.co_filename, code.co_firstlineno, self._lines.modules.get(self._fqn, frozenset()))
-        text = _Text(self, function, cut.lines)
+        text = _Text(self, function, self._simplified(cut, function))
         parts = tuple(_joined(text.parts(of_method(code.co_firstlineno, call_lines))))
         if any(isinstance(part, GraphPart) and part.returns for part in parts):
             raise UnwritableError(f"{name} returns something that is written from the graph")
@@ -239,7 +254,8 @@ class _SourceReader:
             raise UnwritableError(f"{name} is defined under another name")
         steps = self._lines.functions.get((code.co_filename, code.co_firstlineno), frozenset())
         inner = ReadNames(origin_of(code.co_filename), functions=self._names.functions, needs=self._names.needs)
-        text = _SourceReader(inner, self._lines, None, "", self._surroundings)._text(function, steps)
+        reader = _SourceReader(inner, self._lines, None, "", self._surroundings, self._called_functions)
+        text = reader._text(function, steps)
         self._names.functions[name] = "\n".join(line.text for line in text)  # after those that it calls
         self._names.constants |= inner.constants
         self._names.imports |= inner.imports
@@ -254,7 +270,11 @@ class _SourceReader:
         self._check_closure(function)
         cut = FunctionCut(code.co_filename, code.co_firstlineno, steps)
         decorators = [TextLine(decorator, 0) for decorator in self._decorators(cut)]
-        return [*decorators, *_Text(self, function, without_unused(cut.lines)).resolved()]
+        lines = self._simplified(cut, function)
+        callee = self._called_functions.callee(function) if self._module is None else None
+        if callee is not None:
+            lines = without_parameters(lines, callee.unread)
+        return [*decorators, *_Text(self, function, lines).resolved()]
 
     def base_of(self, function: FunctionType, calls: Sequence[str], count: int) -> type[nn.Module]:
         """The layer of torch that has the methods that a method calls by ``super()``.

@@ -6,7 +6,6 @@ import ast
 import dis
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
-from collections.abc import Set as AbstractSet
 from types import FunctionType
 from typing import Final
 
@@ -49,38 +48,6 @@ def assigns_sizes(statement: ast.stmt) -> bool:
     names = (call.attr if isinstance(call, ast.Attribute) else getattr(call, "id", "") for call in calls)
     are_names = len(statement.targets) == 1 and all(isinstance(target, ast.Name) for target in targets)
     return are_names and all(name in _PLAIN_CALLS for name in names)
-
-
-def without_unused(lines: Sequence[TextLine]) -> list[TextLine]:
-    """Leave out the statements of a function that assign variables that nothing reads, and do nothing else.
-
-    Such are the names of branches that never ran: ``is_npu = x.device.type == "npu"``.
-    """
-    remaining = list(lines)
-    while True:
-        tree = parsed(remaining)
-        nodes = list(ast.walk(tree))
-        changed = {id(node.target) for node in nodes if isinstance(node, ast.AugAssign)}
-        names = (node for node in nodes if isinstance(node, ast.Name))
-        read = {name.id for name in names if not isinstance(name.ctx, ast.Store) or id(name) in changed}
-        blocks = (getattr(node, name, None) for node in nodes for name in ("body", "orelse", "finalbody"))
-        unused = [
-            statement
-            for block in blocks
-            if isinstance(block, list) and len(block) > 1
-            for statement in block
-            if _is_unused(statement, read)
-        ]
-        if not unused:
-            return remaining
-        del remaining[unused[0].lineno - 1 : unused[0].end_lineno]
-
-
-def _is_unused(statement: ast.stmt, read: AbstractSet[str]) -> bool:
-    match statement:
-        case ast.Assign([ast.Name(id=name)], value) if name not in read:
-            return assigns_sizes(statement) or not any(isinstance(node, ast.Call) for node in ast.walk(value))
-    return False
 
 
 def returns(statement: ast.stmt) -> bool:

@@ -20,7 +20,7 @@ from pipegraph.codegen.expressions.module_tree import (
 from pipegraph.codegen.expressions.operator_call import TRAINING
 from pipegraph.codegen.forward.write_forward import write_forward
 from pipegraph.codegen.names.identifiers import is_plain, outer_names, relative, unused, variable
-from pipegraph.codegen.names.model_names import prose, signature
+from pipegraph.codegen.names.model_names import prose, shape_text, signature
 from pipegraph.codegen.syntax.expressions import (
     SELF,
     Argument,
@@ -37,7 +37,7 @@ from pipegraph.codegen.syntax.expressions import (
 from pipegraph.codegen.syntax.line_breaks import LINE_LENGTH
 from pipegraph.codegen.syntax.statements import Assign, ClassSource, Evaluate, For, If, Raise, Return, Statement
 from pipegraph.graph.captured import Captured, GradientHook
-from pipegraph.graph.graph_text import stage_modules, value_text
+from pipegraph.graph.graph_text import stage_modules
 from pipegraph.graph.nodes import label_of
 from pipegraph.graph.partition.stages import StageGraph, has_hook
 from pipegraph.planner.plan import Plan
@@ -184,7 +184,7 @@ def _docstring(plan: Plan, stage: StageGraph, parameters: Sequence[str], results
     modules = prose(", ".join(stage_modules(plan.captured, stage)).replace(" – ", " … "))
     takes = signature(parameters, stage.inputs, ()).removesuffix(" → ")
     outputs = zip(results, stage.outputs, strict=True)
-    gives = ", ".join(f"{name} {value_text(node)}" for name, node in outputs)
+    gives = ", ".join(f"{name} {shape_text(node)}" for name, node in outputs)
     cost = plan.costs[stage.index]
     size = f"{format_count(cost.parameters or 0, 'parameters')}, {format_count(cost.flops or 0, 'FLOP')}"
     fixed = [*_handed_on(plan, stage, parameters), *_fixed_sizes(plan.captured, stage)]

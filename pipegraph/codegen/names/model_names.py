@@ -105,6 +105,7 @@ class ModelNames:
         return f"{origin}{source}, {where} {prose(call.fqn)}.  {shapes}."
 
 
+_LONGEST_SIZE: Final = 48  # characters
 _LONGEST_SUMMARY: Final = 300  # characters
 
 
@@ -144,9 +145,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def signature(parameters: Sequence[str], reads: Sequence[fx.Node], makes: Sequence[fx.Node]) -> str:
     """``h f32[8, 128, 512] → logits f32[8, 128, 10000]`` (results of a block have no name)."""
-    inputs = ", ".join(f"{name} {_type(node)}" for name, node in zip(parameters, reads, strict=True))
-    return f"{inputs or 'nothing'} → {', '.join(_type(node) for node in makes)}"
+    inputs = ", ".join(f"{name} {shape_text(node)}" for name, node in zip(parameters, reads, strict=True))
+    return f"{inputs or 'nothing'} → {', '.join(map(shape_text, makes))}"
 
 
-def _type(node: fx.Node) -> str:
-    return value_text(node) if isinstance(node.meta.get("val"), torch.Tensor) else "tuple"
+def shape_text(node: fx.Node) -> str:
+    """``f32[batch, 128, 512]``, with ``…`` for a size that takes long to say."""
+    return value_text(node, _LONGEST_SIZE) if isinstance(node.meta.get("val"), torch.Tensor) else "tuple"

@@ -1,0 +1,268 @@
+"""Leave out what a text does in vain after it was cut to the branches that ran.
+
+scores = apply_mask(scores, mask)     of apply_mask, ``return scores`` is left      (nothing)
+cached = None                         overwritten before it is read                 (nothing)
+table(x, interleaved=False)           what is left of table does not read it        table(x)
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any, Final
+
+from pipegraph.codegen.author_text.cut import FunctionCut, TextLine, UnwritableError
+from pipegraph.codegen.author_text.edits import Edit, edited, end_of, present, start_of
+from pipegraph.codegen.author_text.statements import assigns_sizes, is_stored, parsed
+from pipegraph.graph.captured import ExecutedLines
+from pipegraph.graph.export.executed_lines import is_of_model
+
+_NO_PARAMETERS: Final = frozenset[str]()
+
+
+@dataclass(frozen=True)
+class Callee:
+    """What is left of a function.
+
+    Attributes:
+        function: the function.
+        returned: the parameter that it returns and does nothing else, or "None"; empty if it does anything.
+        unread: the parameters that it does not read.
+    """
+
+    function: FunctionType
+    returned: str
+    unread: frozenset[str]
+
+
+class CalledFunctions:
+    """What is left of the functions of a model.
+
+    Args:
+        lines: that ran.
+    """
+
+    def __init__(self, lines: ExecutedLines) -> None:
+        self._lines = lines
+        self._callees: dict[FunctionType, Callee] = {}
+
+    def callee(self, function: Any) -> Callee | None:
+        """What is left of a function; None for one of torch, and for one whose text cannot be cut."""
+        function = inspect.unwrap(function) if callable(function) else None
+        if not isinstance(function, FunctionType) or not is_of_model(function.__code__.co_filename):
+            return None
+        if function not in self._callees:
+            self._callees[function] = Callee(function, "", _NO_PARAMETERS)  # for one that calls itself
+            try:
+                tree = parsed(self.text_of(function))
+            except UnwritableError:
+                pass
+            else:
+                self._callees[function] = Callee(function, _returned(tree), _unread_parameters(tree))
+        return self._callees[function]
+
+    def text_of(self, function: FunctionType) -> list[TextLine]:
+        """A function, cut to what ran, without what it does in vain. Raises UnwritableError."""
+        code = function.__code__
+        steps = self._lines.functions.get((code.co_filename, code.co_firstlineno), frozenset())
+        return self.simplified(FunctionCut(code.co_filename, code.co_firstlineno, steps).lines, function.__globals__)
+
+    def simplified(self, lines: Sequence[TextLine], namespace: Mapping[str, Any]) -> list[TextLine]:
+        """A function without what it does in vain.
+
+        Args:
+            namespace: the global names that it reads.
+        """
+        remaining = list(lines)
+        tree = parsed(remaining)
+        local = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and is_stored(node)}
+        local |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+
+        def callee_of(call: ast.Call) -> Callee | None:
+            name = call.func.id if isinstance(call.func, ast.Name) and call.func.id not in local else ""
+            return self.callee(namespace.get(name))
+
+        while True:
+            tree = parsed(remaining)
+            edits = _edits_of_calls(tree, callee_of)
+            if edits:
+                remaining = present(edited(remaining, edits))
+                continue
+            statement = next(_vain_statements(tree), None)
+            if statement is None:
+                return remaining
+            del remaining[statement.lineno - 1 : statement.end_lineno]
+
+
+# ---- functions -------------------------------------------------------------------------------------------------------
+
+
+def _returned(tree: ast.FunctionDef) -> str:
+    """The parameter that a function returns and does nothing else; "None" for None, empty for anything else."""
+    match tree.body:
+        case [ast.Return(ast.Name(id=name))] if any(argument.arg == name for argument in _named_parameters(tree)):
+            return name
+        case [ast.Return(None | ast.Constant(None))] | [ast.Pass()]:
+            return "None"
+    return ""
+
+
+def _unread_parameters(tree: ast.FunctionDef) -> frozenset[str]:
+    read = {node.id for statement in tree.body for node in ast.walk(statement) if isinstance(node, ast.Name)}
+    after_star = tree.args.vararg is not None or tree.args.kwonlyargs  # what follows a star stays
+    return frozenset() if after_star else frozenset(argument.arg for argument in tree.args.args) - read
+
+
+def _named_parameters(tree: ast.FunctionDef) -> list[ast.arg]:
+    return [*tree.args.args, *tree.args.kwonlyargs]
+
+
+# ---- calls -----------------------------------------------------------------------------------------------------------
+
+
+def _edits_of_calls(tree: ast.FunctionDef, callee_of: Callable[[ast.Call], Callee | None]) -> list[Edit]:
+    """The edits of one call of a function of which little is left; none if there is no such call."""
+    for statement in tree.body:
+        for node in ast.walk(statement):
+            callee = callee_of(node) if isinstance(node, ast.Call) else None
+            if callee is None or not isinstance(node, ast.Call):
+                continue
+            arguments = _arguments_by_name(node, callee.function)
+            if arguments is None:
+                continue
+            if callee.returned == "None" and all(map(_is_pure, arguments.values())):
+                return [Edit(start_of(node), end_of(node), "None")]
+            returned = arguments.get(callee.returned)
+            if returned is not None and all(_is_pure(value) for value in arguments.values() if value is not returned):
+                return [Edit(start_of(node), start_of(returned), ""), Edit(end_of(returned), end_of(node), "")]
+            unread = [value for name, value in arguments.items() if name in callee.unread]
+            if unread and all(map(_is_pure, unread)):
+                return _without_arguments(node, unread)
+    return []
+
+
+def _arguments_by_name(call: ast.Call, function: FunctionType) -> dict[str, ast.expr] | None:
+    """The arguments of a call by the names of the parameters; None if they are not known."""
+    if any(isinstance(value, ast.Starred) for value in call.args):
+        return None
+    keywords = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
+    positional = [
+        parameter.name
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    if len(call.args) > len(positional):
+        return None
+    return {**dict(zip(positional, call.args, strict=False)), **keywords}
+
+
+def _without_arguments(call: ast.Call, arguments: Sequence[ast.expr]) -> list[Edit]:
+    """The edit that leaves an argument out of a call: the first of them."""
+    parts: list[ast.expr | ast.keyword] = [*call.args, *call.keywords]
+    parts.sort(key=start_of)
+    at = next(at for at, part in enumerate(parts) if getattr(part, "value", part) in arguments or part in arguments)
+    if at:
+        return [Edit(end_of(parts[at - 1]), end_of(parts[at]), "")]
+    if len(parts) > 1:
+        return [Edit(start_of(parts[0]), start_of(parts[1]), "")]
+    line, column = end_of(call)
+    return [Edit(start_of(parts[0]), (line, column - 1), "")]
+
+
+_VIEWS: Final = frozenset(
+    [
+        *("contiguous", "detach", "float", "flatten", "permute", "reshape", "size", "squeeze", "to", "transpose"),
+        *("unsqueeze", "view"),
+    ]
+)
+"""Methods of tensors that change nothing and draw no random numbers."""
+
+
+def _is_pure(expression: ast.expr) -> bool:
+    """Return whether an expression does nothing but give a value."""
+    calls = (node for node in ast.walk(expression) if isinstance(node, ast.Call))
+    is_walrus = any(isinstance(node, (ast.NamedExpr, ast.Yield, ast.Await)) for node in ast.walk(expression))
+    return not is_walrus and all(
+        isinstance(call.func, ast.Attribute)
+        and call.func.attr in _VIEWS
+        and not (isinstance(call.func.value, ast.Name) and call.func.value.id == "self")
+        for call in calls
+    )
+
+
+# ---- statements ------------------------------------------------------------------------------------------------------
+
+
+def _vain_statements(tree: ast.FunctionDef) -> Iterator[ast.stmt]:
+    """Yield statements that may be left out, the first of which is certain to be."""
+    nodes = list(ast.walk(tree))
+    changed = {id(node.target) for node in nodes if isinstance(node, ast.AugAssign)}
+    names = (node for node in nodes if isinstance(node, ast.Name))
+    read = {name.id for name in names if not isinstance(name.ctx, ast.Store) or id(name) in changed}
+    for block in _blocks(nodes):
+        for at, statement in enumerate(block):
+            is_alone = len(block) == 1
+            if not is_alone and (
+                _is_self_assignment(statement)
+                or _assigns_unread(statement, read)
+                or (block is tree.body and _is_overwritten(statement, block[at + 1 :]))
+            ):
+                yield statement
+    for block in _blocks(nodes):
+        yield from (statement for statement in block if len(block) > 1 and _is_vain_if(statement, read))
+
+
+def _blocks(nodes: Iterable[ast.AST]) -> Iterator[list[ast.stmt]]:
+    for node in nodes:
+        for name in ("body", "orelse", "finalbody"):
+            block = getattr(node, name, None)
+            if isinstance(block, list):
+                yield block
+
+
+def _is_self_assignment(statement: ast.stmt) -> bool:
+    match statement:
+        case ast.Assign([ast.Name(id=target)], ast.Name(id=name)):
+            return target == name
+    return False
+
+
+def _assigns_unread(statement: ast.stmt, read: AbstractSet[str]) -> bool:
+    """Return whether a statement assigns a variable that nothing reads, and does nothing else."""
+    match statement:
+        case ast.Assign([ast.Name(id=name)], value) if name not in read:
+            return assigns_sizes(statement) or not any(isinstance(node, ast.Call) for node in ast.walk(value))
+    return False
+
+
+def _is_vain_if(statement: ast.stmt, read: AbstractSet[str]) -> bool:
+    """Return whether an ``if`` does nothing but assign a variable that nothing reads."""
+    match statement:
+        case ast.If(test, [inner], []):
+            return _is_pure(test) and (_assigns_unread(inner, read) or _is_self_assignment(inner))
+    return False
+
+
+def _is_overwritten(statement: ast.stmt, later: Sequence[ast.stmt]) -> bool:
+    """Return whether a statement assigns constants to variables that are assigned again before they are read."""
+    match statement:
+        case ast.Assign([ast.Name(id=name)], ast.Constant()):
+            return _is_dead(name, later)
+    return False
+
+
+def _is_dead(name: str, later: Sequence[ast.stmt]) -> bool:
+    for statement in later:
+        uses = [node for node in ast.walk(statement) if isinstance(node, ast.Name) and node.id == name]
+        is_changed = isinstance(statement, ast.AugAssign)
+        if (is_changed and uses) or any(isinstance(use.ctx, ast.Load) for use in uses):
+            return False
+        if uses and isinstance(statement, ast.Assign):
+            return True
+        if uses:
+            return False
+    return True
