@@ -11,7 +11,7 @@ from torch import fx
 from pipegraph.graph.calls import CallTree, call_tree
 from pipegraph.graph.captured import Captured, split_point
 from pipegraph.graph.nodes import path_of, shape_of
-from pipegraph.graph.partition.split_points import SplitPoint, holds_parameter, whole_calls
+from pipegraph.graph.partition.split_points import SplitPoint, holds_parameter, opened_calls
 from pipegraph.graph.partition.stages import Boundary, StageGraph
 from pipegraph.graph.symbolic_size import SymbolicSize
 from pipegraph.torch_private.export import call_name
@@ -115,15 +115,18 @@ def _module_fqns(captured: Captured, root: CallTree, begins: str | None) -> Iter
     A call that was cut is replaced with the calls inside it; one without any is a part.
     """
 
+    opened = opened_calls(captured)
+
     def parts(call: CallTree) -> Iterator[tuple[CallTree, bool]]:
         inner, is_whole = list(call.calls()), len(list(call.nodes())) == captured.operations_of[call.call]
-        if is_whole or not inner:
+        is_listed = call.call not in opened or call.fqn.rpartition(".")[2].isdigit()  # of a list of lists
+        if (is_whole and is_listed) or not inner:
             yield call, is_whole
             return
         for child in inner:
             yield from parts(child)
 
-    for call in whole_calls(captured, root):
+    for call in root.calls():
         for part, is_whole in parts(call):
             if part.fqn == begins or holds_parameter(captured, part):
                 yield part.fqn if is_whole else f"part of {part.fqn}"

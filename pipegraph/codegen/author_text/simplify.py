@@ -95,7 +95,12 @@ class CalledFunctions:
             statement = next(_vain_statements(tree), None)
             if statement is None:
                 return remaining
-            del remaining[statement.lineno - 1 : statement.end_lineno]
+            first, last = statement.lineno - 1, statement.end_lineno or statement.lineno
+            if not "".join(line.text for line in remaining[last : last + 1]).strip():
+                while remaining[first - 1].text.lstrip().startswith("#"):  # comments about this statement alone
+                    first -= 1
+                last += not remaining[first - 1].text.strip()  # of two empty lines one is left
+            del remaining[first:last]
 
 
 # ---- functions -------------------------------------------------------------------------------------------------------

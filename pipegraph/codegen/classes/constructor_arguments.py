@@ -7,8 +7,9 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from types import NoneType
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
 
@@ -18,6 +19,7 @@ from pipegraph.codegen.syntax.expressions import (
     SELF,
     Argument,
     Attribute,
+    Binary,
     Expression,
     FunctionCall,
     Literal,
@@ -42,11 +44,13 @@ class _NumberPlace:
         parameter: the parameter that it is passed for.
         author_name: what the author's constructor passes there; empty if that has no name.
         default: the number, if the call leaves it out.
+        is_in_forward: whether ``forward`` has the number.
     """
 
     parameter: str = "size"
     author_name: str = ""
     default: Expression | None = None
+    is_in_forward: bool = False
 
 
 # Takes a number and its place; returns its replacement.
@@ -78,11 +82,80 @@ def number_group(members: Sequence[ClassSource]) -> NumberGroup:
         values = tuple(value for value, _ in numbers)
         if len(set(values)) > 1:
             places.setdefault(values, []).extend(place for _, place in numbers)
-    return NumberGroup(tuple(members), _names(members, places), _defaults(places))
+    multiples = _multiples(places)
+    arguments = {values: of_values for values, of_values in places.items() if values not in multiples}
+    names = _names(members, arguments)
+    derived = {values: multiple.expression(Name(names[multiple.base])) for values, multiple in multiples.items()}
+    author = members[0].author_arguments
+    author_names = author.parameters if author is not None else ()
+    ordered = dict(sorted(names.items(), key=lambda item: _position(item[1], author_names)))
+    return NumberGroup(tuple(members), ordered, _defaults(arguments), derived)
+
+
+def _position(name: str, names: Sequence[str]) -> int:
+    """The position of a name among those of the author's constructor; after them if it has another name."""
+    return names.index(name) if name in names else len(names)
 
 
 _Values = tuple[Literal, ...]
 """A number in each member of a group."""
+
+
+@dataclass(frozen=True)
+class _Multiple:
+    """Numbers that are the same multiple, or the square, of those of an argument.
+
+    Attributes:
+        base: the numbers of the argument.
+        factor: the multiple; None for the square.
+    """
+
+    base: _Values
+    factor: Fraction | None
+
+    def expression(self, base: Expression) -> Expression:
+        """``3 * dim``, ``dim // 2`` or ``dim * dim``."""
+        if self.factor is None:
+            return Binary("*", base, base)
+        whole, part = self.factor.numerator, self.factor.denominator
+        product = base if whole == 1 else Binary("*", literal(whole), base)
+        return product if part == 1 else Binary("//", product, literal(part))
+
+
+_LARGEST_FACTOR: Final = 8
+
+
+def _multiples(places: Mapping[_Values, Sequence[_NumberPlace]]) -> dict[_Values, _Multiple]:
+    """The numbers of constructors that follow from those of arguments. Numbers that have a name in the author's
+    constructor are arguments."""
+    multiples: dict[_Values, _Multiple] = {}
+    named = [values for values, of_values in places.items() if any(place.author_name for place in of_values)]
+    bases = [values for values in named if all(value.text.isdigit() for value in values)]
+    others = [values for values in places if values not in named and all(value.text.isdigit() for value in values)]
+    for values in sorted(others, key=_integers):
+        in_constructor = not any(place.is_in_forward or place.default is not None for place in places[values])
+        multiple = next(filter(None, (_multiple(values, base) for base in bases)), None) if in_constructor else None
+        if multiple is None:
+            bases.append(values)
+        else:
+            multiples[values] = multiple
+    return multiples
+
+
+def _multiple(values: _Values, base: _Values) -> _Multiple | None:
+    """What the numbers are of those of an argument; None if they are no simple multiple."""
+    pairs = list(zip(_integers(values), _integers(base), strict=True))
+    if any(number == 0 for pair in pairs for number in pair):
+        return None
+    factors = {Fraction(value, number) for value, number in pairs}
+    if len(factors) == 1:
+        factor = factors.pop()
+        return _Multiple(base, factor) if max(factor.numerator, factor.denominator) <= _LARGEST_FACTOR else None
+    return _Multiple(base, None) if all(value == number * number for value, number in pairs) else None
+
+
+def _integers(values: _Values) -> tuple[int, ...]:
+    return tuple(int(value.text) for value in values)
 
 
 def _names(members: Sequence[ClassSource], places: Mapping[_Values, Sequence[_NumberPlace]]) -> dict[_Values, str]:
@@ -119,11 +192,13 @@ class NumberGroup:
         members: the classes.
         varying: the numbers that differ: their values in all members → the name of the argument that replaces them.
         defaults: the defaults of these arguments, by the values of the numbers.
+        derived: the other numbers that differ: their values in all members → their expression of an argument.
     """
 
     members: tuple[ClassSource, ...]
     varying: Mapping[_Values, str]
     defaults: Mapping[_Values, Expression]
+    derived: Mapping[_Values, Expression]
 
     def fits(self, other_arguments: int = 0) -> bool:
         """Return whether one class with arguments reads better than its copies."""
@@ -145,8 +220,9 @@ class NumberGroup:
         stored: dict[str, None] = {}
 
         def in_init(number: Literal, place: _NumberPlace) -> Expression:
-            argument = self.varying.get(next(values))
-            return number if argument is None else Name(argument)
+            numbers = next(values)
+            argument = self.varying.get(numbers)
+            return self.derived.get(numbers, number) if argument is None else Name(argument)
 
         def in_forward(number: Literal, place: _NumberPlace) -> Expression:
             argument = in_init(number, place)
@@ -195,7 +271,10 @@ def _numbers(source: ClassSource) -> Iterator[tuple[Literal, _NumberPlace]]:
         numbers.append((number, place))
         return number
 
-    _with_numbers(source, collect)
+    def collect_in_forward(number: Literal, place: _NumberPlace) -> Expression:
+        return collect(number, replace(place, is_in_forward=True))
+
+    _with_numbers(source, collect, collect_in_forward)
     return iter(numbers)
 
 

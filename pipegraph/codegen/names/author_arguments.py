@@ -30,9 +30,11 @@ class AuthorArguments:
 
     Attributes:
         calls: attribute and name of a class → the arguments of each call of the class in that statement, in order.
+        parameters: of the constructor, in order.
     """
 
     calls: Mapping[tuple[str, str], tuple[Arguments, ...]] = field(default_factory=dict)
+    parameters: tuple[str, ...] = ()
 
     def name(self, attribute: str, class_name: str, parameter: str, index: int, count: int) -> str:
         """The name of an argument; empty if the constructor has none.
@@ -66,7 +68,7 @@ def _author_arguments(constructor: FunctionType) -> AuthorArguments:
     for attribute, node in (*_attributes_assigned(tree), *loops):
         for called, arguments in _calls(node, namespace):
             calls[attribute, called] = (*calls.get((attribute, called), ()), arguments)
-    return AuthorArguments(calls)
+    return AuthorArguments(calls, tuple(inspect.signature(constructor).parameters))
 
 
 def attributes_assigned(module_class: type) -> Iterator[tuple[str, ast.expr]]:

@@ -63,7 +63,8 @@ class ModelNames:
         # The statement around the outermost call that ends with the value has the name that says most to the caller.
         for call, fqn in node.meta["path"] if node not in self.returned_together else ():
             ends = all(call not in dict(user.meta.get("path", ())) for user in node.users)
-            chain = self._source.of_call(fqn, node) if ends and call not in self._opened else ()
+            is_outermost = call not in self._opened or fqn.rpartition(".")[2].isdigit()
+            chain = self._source.of_call(fqn, node) if ends and is_outermost else ()
             if chain and len(chain[-1].targets) == 1:
                 return named_by_caller(chain) or chain[-1].targets[0]
         chain = tuple(statement for statement in self._source.of_operation(node) if not statement.is_of_torch)

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 def create_position_bias_mask(
     position_bias: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    is_causal: bool,
-    query: torch.Tensor,
     key: torch.Tensor,
 ) -> torch.Tensor:
     """
@@ -403,7 +401,7 @@ class T5Attention3(nn.Module):
             input_shape[1], key_length, device=query_states.device, past_seen_tokens=past_seen_tokens
         )
 
-        attention_mask = create_position_bias_mask(position_bias, mask, False, query_states, key_states)
+        attention_mask = create_position_bias_mask(position_bias, mask, key_states)
         attn_output = F.scaled_dot_product_attention(
             query_states, key_states, value_states, attn_mask=attention_mask, scale=self.scaling
         )
@@ -682,7 +680,7 @@ class T5Attention5(nn.Module):
         key_states = self.k(current_states).view(kv_shape).transpose(1, 2)
         value_states = self.v(current_states).view(kv_shape).transpose(1, 2)
 
-        attention_mask = create_position_bias_mask(position_bias, mask, False, query_states, key_states)
+        attention_mask = create_position_bias_mask(position_bias, mask, key_states)
         attn_output = F.scaled_dot_product_attention(
             query_states, key_states, value_states, attn_mask=attention_mask, scale=self.scaling
         )
