@@ -330,7 +330,7 @@ def _capture_whole(
         ),
         training=training,
         not_trained="" if training else not_trained or exported.training_error,
-        device_branch=device_branch(model, exported.mode, args, kwargs),
+        device_branch="" if only_once else device_branch(model, exported.mode, args, kwargs),
         batch=report_rows(graph, roles, declared, partial(compare_halves, model, exported.mode, traced.example)),
         hooks=hooks,
     )

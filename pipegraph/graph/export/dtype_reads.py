@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dis
 import inspect
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -17,13 +18,15 @@ from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
 _TORCH: Final = f"{Path(torch.__file__).parent}/"
 _LAYERS: Final = f"{Path(torch.nn.__file__).parent}/"
 _ATTENTION: Final = f"{_LAYERS}modules/activation.py", f"{_LAYERS}modules/transformer.py"
 """They read the dtype that a mask would have, and hand masks to ``F.multi_head_attention_forward``."""
+_RECURRENT: Final = f"{_LAYERS}modules/rnn.py"
+"""A recurrent layer begins with zeros of the dtype of its input."""
 _PIPEGRAPH: Final = f"{Path(__file__).parents[2]}/"
 
 _QUESTIONS: Final = frozenset(
@@ -115,11 +118,17 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(constant)
 
 
+def begins_recurrence(node: fx.Node) -> bool:
+    """Return whether an operation makes the zeros with which a recurrent layer of torch begins."""
+    frames = re.findall(r'File "(.*?)", line', node.meta.get("stack_trace") or "")
+    return node.target is torch.ops.aten.zeros.default and bool(frames) and frames[-1] == _RECURRENT
+
+
 def _is_of_model(frame: FrameType | None) -> bool:
     """Return whether a call comes from a model, from a library or from a layer of torch, through other modes."""
     while frame is not None and frame.f_code.co_name == "__torch_function__":
         frame = frame.f_back
     file = frame.f_code.co_filename if frame is not None else ""
     if file.startswith(_TORCH):
-        return file.startswith(_LAYERS) and file not in _ATTENTION
+        return file.startswith(_LAYERS) and file not in (*_ATTENTION, _RECURRENT)
     return not file.startswith(_PIPEGRAPH)

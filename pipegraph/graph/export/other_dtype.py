@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 
 from pipegraph.graph.calls import VariablePlace
+from pipegraph.graph.export.dtype_reads import begins_recurrence
 from pipegraph.graph.export.dynamic_shapes import USUAL_NAMES, SizeNames
 from pipegraph.graph.export.flatten import flatten
 from pipegraph.graph.export.torch_export import Exported, export_in
@@ -65,7 +66,7 @@ def mark_dtypes(
         return
     other_dtype = torch.bfloat16 if dtype == torch.float32 else torch.float32
     if not exported.reads_dtype and not any(map(_may_change_dtype, graph.nodes)):
-        _mark_computed(graph, other_dtype)
+        _mark_computed(graph, dtype, other_dtype)
         return
     for fixed in dict.fromkeys((None, exported.fixed)):
         try:
@@ -88,22 +89,26 @@ def _may_change_dtype(node: fx.Node) -> bool:
     return operator_of(node).cast or any(kind == "autocast" for kind, _ in node.meta.get("regions", ()))
 
 
-def _mark_computed(graph: fx.Graph, other_dtype: torch.dtype) -> None:
+def _mark_computed(graph: fx.Graph, dtype: torch.dtype, other_dtype: torch.dtype) -> None:
     """Mark the dtypes that the operations of a graph return in a model of another dtype. No marks if one fails."""
     mode = new_fake_mode()
     values: dict[fx.Node, Any] = {}
+    relative: list[fx.Node] = []
 
     def converted(node: fx.Node) -> Any:
         value = node.meta["val"]
         is_converted = node.meta.get("kind") != "constant" and value.is_floating_point()
-        dtype = other_dtype if is_converted else value.dtype
-        return torch.empty_strided(value.shape, value.stride(), dtype=dtype, device=value.device)
+        new_dtype = other_dtype if is_converted else value.dtype
+        return torch.empty_strided(value.shape, value.stride(), dtype=new_dtype, device=value.device)
 
     try:
         with mode, torch.no_grad():
             for node in graph.nodes:
                 if node.op == "call_function":
                     args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+                    if begins_recurrence(node) and kwargs.get("dtype") == dtype:
+                        relative.append(node)
+                        kwargs = {**kwargs, "dtype": other_dtype}
                     values[node] = node.target(*args, **kwargs)
                 elif node.op != "output":
                     values[node] = converted(node)
@@ -112,6 +117,8 @@ def _mark_computed(graph: fx.Graph, other_dtype: torch.dtype) -> None:
     for node, value in values.items():
         if isinstance(value, torch.Tensor):
             node.meta[OTHER_DTYPE] = value.dtype
+    for node in relative:
+        node.meta[RELATIVE_DTYPE] = True
 
 
 def dtype_of(model: nn.Module) -> torch.dtype | None:
