@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-import sys
 import threading
 import traceback
 import types
@@ -132,8 +132,9 @@ def export_hidden() -> AbstractContextManager[None]:
     """
 
     def answer(original: Callable[[], bool]) -> bool:
-        caller = sys._getframe(2)
-        return not is_user_file(caller.f_code.co_filename) and original()
+        frame = inspect.currentframe()
+        caller = frame and frame.f_back and frame.f_back.f_back
+        return not (caller and is_user_file(caller.f_code.co_filename)) and original()
 
     return replaced(torch.compiler, "is_exporting", answer)
 

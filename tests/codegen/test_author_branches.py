@@ -120,7 +120,7 @@ def test_what_a_module_lacks_is_none_or_absent(text: str) -> None:
 
 
 def test_modules_that_differ_are_arguments(text: str) -> None:
-    assert 'Residual(is_gated=True, hidden_width=16, inside=Gate(kind="shifted"))' in text
+    assert 'Residual(hidden_width=16, is_gated=True, inside=Gate(kind="shifted"))' in text
     assert "inside=Layer(width_in=8, width_out=8, act=nn.SiLU())" in text
 
 

@@ -64,7 +64,7 @@ def test_forward_methods_and_functions_are_the_authors(tmp_path: Path) -> None:
     )
     assert (
         """
-def normalized(x: Tensor, upcast: bool = False) -> Tensor:
+def normalized(x: Tensor) -> Tensor:
     # by the root of the mean square
     return x / (x.pow(2).mean(-1, keepdim=True) + EPSILON).sqrt()
 """
@@ -243,7 +243,7 @@ def test_names_with_another_meaning_and_unprintable_characters_are_left_out(tmp_
     assert "\u202e" not in text
 
 
-def test_a_dispatch_table_is_replaced_by_what_ran(tmp_path: Path) -> None:
+def test_a_dispatch_table_is_replaced_by_the_function_that_ran(tmp_path: Path) -> None:
     text = blocks_of(tmp_path, Encoded(), cut="encoder.layers.2")
     assert (
         """
@@ -253,7 +253,7 @@ def test_a_dispatch_table_is_replaced_by_what_ran(tmp_path: Path) -> None:
         q = self.query(x).view(shape).transpose(1, 2)
         k = self.key(x).view(shape).transpose(1, 2)
         v = self.value(x).view(shape).transpose(1, 2)
-        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        mixed = scaled(q, k, v, None)[0]
         mixed = mixed.reshape(*rows, -1).contiguous()  # heads side by side
         return self.out(mixed), None
 """

@@ -10,8 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pipegraph
-from pipegraph.codegen.author_text.cut import TextLine
-from pipegraph.codegen.author_text.statements import without_unused
 from tests.codegen.parity import differences, forward_lines, source, split
 
 
@@ -294,21 +292,3 @@ def test_a_part_of_a_method_is_no_call(tmp_path: Path) -> None:
     package = split(tmp_path, model, batch, cut="last")
     assert "both(" not in source(package)
     assert not differences(package, model, batch)
-
-
-def test_unused_assignments_are_left_out() -> None:
-    text = """def f(x):
-    kind = x.device.type == "npu"
-    size = kind
-    count = 0
-    count += 1
-    drawn = random()
-    return x"""
-    lines = [TextLine(line, number) for number, line in enumerate(text.splitlines(), 1)]
-    assert [line.text.strip() for line in without_unused(lines)] == [
-        "def f(x):",
-        "count = 0",
-        "count += 1",
-        "drawn = random()",
-        "return x",
-    ]

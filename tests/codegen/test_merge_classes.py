@@ -126,7 +126,7 @@ def test_a_number_of_forward_becomes_an_attribute(tmp_path: Path) -> None:
 def test_numbers_of_inner_modules_become_arguments(tmp_path: Path) -> None:
     model = Row([Tall(4, 0.5), Tall(6, 2.0), Block(), Tall(4, 2.0, biased=False)])
     split(tmp_path, model, (batch(),))
-    assert "def __init__(self, scale, width, eps, biased=True):" in constructors(tmp_path)
+    assert "def __init__(self, width, scale, eps, biased=True):" in constructors(tmp_path)
     assert "self.widen = nn.Linear(8, width, bias=biased)" in blocks(tmp_path)
     assert "self.norm = nn.LayerNorm(width, eps=eps)" in blocks(tmp_path)
 

@@ -182,3 +182,34 @@ def test_a_library_whose_name_begins_like_torch_is_not_torch() -> None:
         for file in (f"{folder}/nn/functional.py", f"{folder}vision/models/resnet.py")
     ]
     assert [statement.is_of_torch for statement in statements] == [True, False]
+
+
+class Turned(nn.Module):
+    """A layer that takes the tables of all layers as one tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+        cos, sin = tables
+        return self.linear(x) * cos + x * sin
+
+
+class Tables(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.angles = nn.Linear(8, 8)
+        self.layers = nn.ModuleList([Turned() for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        angles = self.angles(x)
+        tables = angles.cos(), angles.sin()
+        for layer in self.layers:
+            x = layer(x, tables)
+        return x
+
+
+def test_parts_of_a_tuple_have_the_names_of_those_who_unpack_it(tmp_path: Path) -> None:
+    package = split(tmp_path, Tables(), (torch.randn(3, 5, 8),), cut="layers.2")
+    assert {"cos", "sin"} <= set(package.manifest.stages[1].inputs)

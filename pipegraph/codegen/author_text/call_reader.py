@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import partial
 
@@ -47,6 +48,7 @@ class CallReader:
         self._captured, self._source = captured, source
         self._graph_lines, self._autograd_functions = graph_lines, autograd_functions
         self._variable_places = variables_by_call(captured.nodes)
+        self._learned = _with_parameters(captured.nodes)
         self._class_lines = ClassLines(captured, source)
         self._arguments: dict[str, list[fx.Node]] = {}
         for node in captured.nodes:
@@ -111,9 +113,12 @@ class CallReader:
             texts=self._texts,
         )
 
-        def add_function(run: FunctionRun) -> None:
+        def add_function(run: FunctionRun, nodes: AbstractSet[fx.Node]) -> None:
+            has_features = not nodes.isdisjoint(self._learned)
             with names.undone_on_error():
-                add_called_function(names, module, tree.fqn, lines, surroundings, self._called_functions, run)
+                add_called_function(
+                    names, module, tree.fqn, lines, surroundings, self._called_functions, run, has_features
+                )
                 check_names(names)
 
         return self._functions.joined(steps, call_name(tree.call), frozenset(called.makes), add_function)
@@ -229,3 +234,13 @@ class CallReader:
 
         surroundings = replace(surroundings, of_method=of_method)
         return names_of_module(module, tree.fqn, lines, surroundings, self._called_functions)
+
+
+def _with_parameters(nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:
+    """The operations whose results depend on a parameter: those of a mask do not."""
+    learned: set[fx.Node] = set()
+    for node in nodes:
+        parents = node.all_input_nodes
+        if any(parent in learned or parent.meta.get("kind") == "parameter" for parent in parents):
+            learned.add(node)
+    return frozenset(learned)

@@ -28,8 +28,8 @@ from pipegraph.graph.operators import MODE_ARGUMENTS
 from pipegraph.graph.symbolic_size import SymbolicSize
 from pipegraph.torch_private.operators import OpOverload
 
-AddFunction = Callable[[FunctionRun], None]
-"""Lets a text have a function or a method; raises UnwritableError."""
+AddFunction = Callable[[FunctionRun, AbstractSet[fx.Node]], None]
+"""Lets a text have a function or a method, with the operations of a call; raises UnwritableError."""
 
 _Places = dict[tuple[str, tuple[int, ...]], fx.Node]
 """The tensors that a call takes and returns, by parameter (or `RETURNED`) and indices in tuples."""
@@ -80,7 +80,7 @@ class FunctionSteps:
                     continue
                 try:
                     step, members = self._step(run, joined, results)
-                    add_function(run)
+                    add_function(run, self._nodes[run.key])
                 except UnwritableError:
                     unwritable.add(run.key)
                     continue

@@ -104,8 +104,13 @@ def add_called_function(
     surroundings: ForwardSurroundings,
     called_functions: CalledFunctions,
     run: FunctionRun,
+    has_features: bool,
 ) -> None:
     """Let the text of a module have the function, or the method, of a call.
+
+    Args:
+        called_functions: what is left of the functions of the model.
+        has_features: whether a value in the call depends on parameters, which ranks along `tp` may divide.
 
     Raises:
         UnwritableError: the package cannot have it. ``names`` are as before.
@@ -130,7 +135,7 @@ def add_called_function(
             surroundings.check_child(child)
         methods = {name: "\n".join(line.text for line in text) for name, text in names.methods.items()}
         trees = [ast.parse(text) for name, text in {**methods, **names.functions}.items() if name not in texts]
-        if any(divides_features(module, tree, tree) for tree in trees):
+        if has_features and any(divides_features(module, tree, tree) for tree in trees):
             raise UnwritableError("it names numbers of features, which ranks along tp divide")
 
 

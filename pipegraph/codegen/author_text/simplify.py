@@ -99,7 +99,8 @@ class CalledFunctions:
             if not "".join(line.text for line in remaining[last : last + 1]).strip():
                 while remaining[first - 1].text.lstrip().startswith("#"):  # comments about this statement alone
                     first -= 1
-                last += not remaining[first - 1].text.strip()  # of two empty lines one is left
+                previous = remaining[first - 1].text.strip()
+                last += not previous or previous.endswith(":")  # of two empty lines one is left
             del remaining[first:last]
 
 

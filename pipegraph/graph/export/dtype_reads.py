@@ -9,7 +9,6 @@ from __future__ import annotations
 import dis
 import inspect
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -32,7 +31,7 @@ _PIPEGRAPH: Final = f"{Path(__file__).parents[2]}/"
 _QUESTIONS: Final = frozenset(
     [
         *("dtype", "element_size", "finfo", "get_default_dtype", "is_complex", "is_floating_point", "itemsize"),
-        *("nbytes", "promote_types", "result_type", "type", "type_as"),
+        *("nbytes", "new", "new_tensor", "promote_types", "result_type", "type", "type_as"),
     ]
 )
 _CASTS: Final = frozenset(["to", "float", "double", "half", "bfloat16"])
@@ -63,7 +62,8 @@ class DtypeReads(TorchFunctionMode):
             if isinstance(func, FunctionType):
                 self.is_found = _asks_inside(func, args, kwargs)
             elif _reads_dtype(func, args, kwargs):
-                self.is_found = _is_of_model(sys._getframe(1))  # the tracer asks for dtypes as well
+                frame = inspect.currentframe()
+                self.is_found = _is_of_model(frame and frame.f_back)  # the tracer asks for dtypes as well
         return func(*args, **kwargs)
 
 

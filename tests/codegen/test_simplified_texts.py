@@ -1,0 +1,172 @@
+"""Texts of functions without what they do in vain after they were cut to what ran."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipegraph.codegen.author_text.cut import TextLine
+from pipegraph.codegen.author_text.simplify import CalledFunctions
+from pipegraph.graph.captured import ExecutedLines
+from tests.codegen.parity import assert_equal_at_every_size, differences, source, split
+
+
+def simplified(text: str) -> str:
+    lines = [TextLine(line, number) for number, line in enumerate(textwrap.dedent(text).strip().splitlines(), 1)]
+    return "\n".join(line.text for line in CalledFunctions(ExecutedLines({}, {}, {})).simplified(lines, {}))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        pytest.param(
+            """
+            def f(x):
+                count = 0
+                is_npu = x.device.type == "npu"
+                unused = x.shape[0]
+                count += 1
+                drawn = random()
+                return x
+            """,
+            "def f(x):\n    count = 0\n    count += 1\n    drawn = random()\n    return x",
+            id="what nothing reads",
+        ),
+        pytest.param(
+            """
+            def f(x):
+                # The state is None without a cache.
+                state = None
+
+                state = x.sum()
+                return state
+            """,
+            "def f(x):\n    state = x.sum()\n    return state",
+            id="overwritten, with its comment",
+        ),
+        pytest.param(
+            """
+            def f(x):
+                # Two numbers.
+                scale = None
+                scale = 2.0
+                return x * scale
+            """,
+            "def f(x):\n    # Two numbers.\n    scale = 2.0\n    return x * scale",
+            id="the comment of a group stays",
+        ),
+        pytest.param(
+            """
+            def f(x, flag):
+                scale = None
+                if flag:
+                    scale = 2.0
+                return x if scale is None else x * scale
+            """,
+            "def f(x, flag):\n    scale = None\n    if flag:\n        scale = 2.0\n"
+            "    return x if scale is None else x * scale",
+            id="overwritten in one branch only",
+        ),
+        pytest.param(
+            """
+            def f(x):
+                total = None
+                for row in x:
+                    total = row if total is None else total + row
+                return total
+            """,
+            "def f(x):\n    total = None\n    for row in x:\n        total = row if total is None else total + row\n"
+            "    return total",
+            id="read in a loop before it is assigned",
+        ),
+    ],
+)
+def test_statements_in_vain_are_left_out(text: str, expected: str) -> None:
+    assert simplified(text) == expected
+
+
+def apply_mask(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Nothing without a mask."""
+    if mask is not None:
+        x = x * mask
+    return x
+
+
+def fused(x: Tensor, weight: Tensor, interleaved: bool = False, **kwargs: float) -> Tensor | None:
+    """Only where a library has a kernel for it."""
+    if interleaved:
+        return x @ weight
+    return None
+
+
+def table(x: Tensor, theta: float, interleaved: bool = False, dim: int = 2) -> Tensor:
+    positions = torch.arange(x.shape[1], device=x.device) * theta
+    if interleaved:
+        positions = positions.repeat_interleave(2)
+    if dim == 2:
+        return x + positions[None, :, None]
+    return x + positions
+
+
+class Mixer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        settings = {"limit": 2.0}
+        x = apply_mask(x, mask)
+        out = fused(x, self.inner.weight.transpose(0, 1), interleaved=False, **settings)
+        if out is not None:
+            return out
+        hidden = apply_mask(self.inner(x), mask)
+        hidden = table(hidden, 0.1, dim=2, interleaved=False)
+        return x + self.outer(F.silu(hidden))
+
+
+class Mixers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Mixer(8) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_calls_that_do_nothing_and_arguments_that_nothing_reads_are_left_out(tmp_path: Path) -> None:
+    model, x = Mixers(), torch.randn(4, 5, 8)
+    package = split(tmp_path, model, (x,))
+    text = source(package)
+    assert "apply_mask" not in text
+    assert "fused" not in text
+    assert "settings" not in text
+    assert "def table(x: Tensor, theta: float) -> Tensor:" in text
+    assert "hidden = self.inner(x)" in text
+    assert "hidden = table(hidden, 0.1)" in text
+    assert not differences(package, model, (x,))
+    assert_equal_at_every_size(package, model, (2, 7, 8))
+
+
+class Masked(nn.Module):
+    """A mask that is there in one layer alone: its function does something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Mixer(8), Mixer(8)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.second(self.first(x), mask)
+
+
+def test_a_function_that_does_something_once_is_called_everywhere(tmp_path: Path) -> None:
+    model, x, mask = Masked(), torch.randn(4, 5, 8), torch.rand(4, 5, 1)
+    package = split(tmp_path, model, (x, mask), cut="second")
+    assert "apply_mask(" in source(package)
+    assert not differences(package, model, (x, mask))
