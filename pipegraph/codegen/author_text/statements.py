@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import dis
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from types import FunctionType
 from typing import Final
 
@@ -131,14 +132,28 @@ def may_divide_features(module: nn.Module, function: ast.AST) -> bool:
 
     They cannot if the function splits features at numbers, as ``x.split([self.width, self.heads], dim=-1)`` does.
     """
-    splits = any(
+    return any(isinstance(child, nn.Linear) for child in module.children()) and not _splits_at_numbers(function)
+
+
+@lru_cache(maxsize=256)  # asked for by every statement of the function
+def _splits_at_numbers(function: ast.AST) -> bool:
+    return any(
         isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and node.func.attr == "split"
         and any(isinstance(argument, (ast.List, ast.Tuple)) for argument in node.args)
         for node in ast.walk(function)
     )
-    return not splits and any(isinstance(child, nn.Linear) for child in module.children())
+
+
+@lru_cache(maxsize=256)
+def _shapes_assigned(function: ast.AST) -> Mapping[str, list[ast.expr]]:
+    """The variables that a function assigns a tuple → its parts."""
+    return {
+        node.targets[0].id: list(node.value.elts)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.Tuple)
+    }
 
 
 def divides_features(module: nn.Module, tree: ast.AST, function: ast.AST) -> bool:
@@ -154,11 +169,7 @@ def divides_features(module: nn.Module, tree: ast.AST, function: ast.AST) -> boo
     """
     if not may_divide_features(module, function):
         return False
-    shapes = {
-        node.targets[0].id: list(node.value.elts)
-        for node in ast.walk(function)
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.Tuple)
-    }
+    shapes = _shapes_assigned(function)
     for node in ast.walk(tree):
         if (
             not isinstance(node, ast.Call)
