@@ -242,7 +242,15 @@ def _ties(captured: Captured, stage: StageGraph, tree: ModuleTree) -> Iterator[S
     """``self.output.weight = self.embed.weight`` if both names are in this stage."""
     shared = _shared_modules(captured, stage)
     for copy, first in shared.items():
-        yield from _ties_of_module(module_access(tree, first), module_access(tree, copy))
+        owner, _, attribute = copy.rpartition(".")
+        is_module = captured.modules[copy].module is captured.modules[first].module
+        has_buffers = any(
+            name.startswith(f"{copy}.") and captured.state[name].kind != "parameter" for name in stage.state
+        )
+        if is_module and not has_buffers and is_plain(attribute):
+            yield Assign((Attribute(module_access(tree, owner), attribute),), module_access(tree, first))
+        else:
+            yield from _ties_of_module(module_access(tree, first), module_access(tree, copy))
     for group in captured.tied:
         names = [name for name in group if name in stage.state]
         for name in names[1:]:

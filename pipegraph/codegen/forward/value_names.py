@@ -67,6 +67,7 @@ class ValueNames:
             or self._name_before_reshaping(node)
             or self._helper_name(node)
             or self._name_of_statement(item)
+            or self._source.recorded_name(node)
             or _default_name(item)
         )
         if name not in self._clashes:

@@ -77,6 +77,8 @@ class ModelNames:
             return self.value_name(node.args[0], default)  # a cast keeps the name
         if default or applied_function(node.target) is not None:
             return default or "result"
+        if (name := self._source.recorded_name(node)) is not None:
+            return name
         return operator_name(node.target)[0].strip("_") if isinstance(node.target, OpOverload) else "x"
 
     def is_whole(self, call: CallTree) -> bool:

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import dropwhile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import fx, nn
 
+from pipegraph.codegen.names.identifiers import is_plain
 from pipegraph.graph.calls import RETURNED, FunctionRun, parameter_names, result_place
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.nodes import path_of
@@ -186,6 +187,10 @@ class SourceStatement:
         return target.id if isinstance(target, ast.Name) else None
 
 
+_OF_ANY_VALUE: Final = frozenset({"x", "input", "inputs", "hidden_states", "tensor", "value"})
+"""Names of parameters that say less of a value than the operation that computes it."""
+
+
 class SourceStatements:
     """Finds statements in the model's source. It finds nothing for a model without source files.
 
@@ -259,6 +264,15 @@ class SourceStatements:
             return statement.targets[0] if len(statement.targets) == 1 else None
         target = statement.target_at(path, len(run.result)) if isinstance(run.result, tuple) else None
         return None if target == "_" else target
+
+    def recorded_name(self, node: fx.Node) -> str | None:
+        """The first variable that was assigned a value, in any function of the model, or the parameter that took it."""
+        places = [place for places in node.meta.get("variables", {}).values() for place in places]
+        assigned = [place for place in places if place.line and not place.path and is_plain(place.name)]
+        if assigned:
+            return min(assigned, key=lambda place: place.order).name
+        parameter = self.parameter_name(node, "")
+        return None if parameter in _OF_ANY_VALUE else parameter
 
     def call_of(self, run: FunctionRun) -> ast.Call | None:
         """The call of a function in the text of its caller; None if it cannot be told from others."""
@@ -406,7 +420,8 @@ def _statements_of(file: str, tree: ast.Module) -> dict[int, SourceStatement]:
         header: ast.stmt | ast.expr | None = None
         targets: tuple[str, ...] = ()
         if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Expr)):
-            header, targets = node, assigned_names(node)
+            is_no_tensor = isinstance(getattr(node, "value", None), (ast.Dict, ast.DictComp, ast.Lambda))
+            header, targets = node, () if is_no_tensor else assigned_names(node)
         elif isinstance(node, ast.For) and isinstance(node.target, ast.Name):  # for step in x.unbind(1)
             header, targets = node.iter, (node.target.id,)
         if header is not None:

@@ -611,8 +611,8 @@ class T5StackStart2(nn.Module):
     def forward(self, input_ids: Tensor, encoder_hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         inputs_embeds = self.embed_tokens(input_ids)
 
-        ones = torch.ones(input_ids.shape[1], input_ids.shape[1], dtype=torch.bool, device=input_ids.device)
-        attention_mask = ones.tril()
+        attention_mask = torch.ones(input_ids.shape[1], input_ids.shape[1], dtype=torch.bool, device=input_ids.device)
+        attention_mask = attention_mask.tril()
 
         hidden_states = self.dropout(inputs_embeds)
 
@@ -792,10 +792,10 @@ class T5StackEnd2(nn.Module):
     def forward(
         self, encoder_hidden_states: Tensor, hidden_states: Tensor, self_attention_position_bias: Tensor
     ) -> Tensor:
-        ones = torch.ones(
+        attention_mask = torch.ones(
             hidden_states.shape[1], hidden_states.shape[1], dtype=torch.bool, device=encoder_hidden_states.device
         )
-        attention_mask = ones.tril()
+        attention_mask = attention_mask.tril()
 
         position_bias = torch.zeros(
             1,
