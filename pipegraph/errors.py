@@ -20,12 +20,14 @@ message and exits with the class's ``exit_code``.
 from __future__ import annotations
 
 import difflib
+import inspect
 import os
 import sys
 import traceback
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from types import FrameType
 from typing import ClassVar, Final
 
 _ADVICE: Final = "\nTry: "
@@ -152,6 +154,17 @@ def path_from_here(path: str | Path) -> str:
         return str(path)
     path = Path(path)
     return str(path.relative_to(working_folder) if path.is_relative_to(working_folder) else path)
+
+
+def frame_above(levels: int) -> FrameType | None:
+    """The frame some levels above that of the caller: 1 for its own caller.
+
+    A function that holds its own frame holds all that runs, until the garbage collector finds the cycle.
+    """
+    frame = inspect.currentframe()
+    for _ in range(levels + 1):
+        frame = frame.f_back if frame is not None else None
+    return frame
 
 
 @lru_cache(maxsize=1024)

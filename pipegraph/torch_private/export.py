@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import threading
 import traceback
@@ -21,7 +20,7 @@ from torch._export.utils import _compiling_state_context
 from torch.fx.experimental.proxy_tensor import _ModuleStackTracer, get_proxy_slot
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from pipegraph.errors import is_user_file
+from pipegraph.errors import frame_above, is_user_file
 from pipegraph.torch_private.fake_tensors import fake_mode_of
 
 
@@ -132,8 +131,7 @@ def export_hidden() -> AbstractContextManager[None]:
     """
 
     def answer(original: Callable[[], bool]) -> bool:
-        frame = inspect.currentframe()
-        caller = frame and frame.f_back and frame.f_back.f_back
+        caller = frame_above(2)
         return not (caller and is_user_file(caller.f_code.co_filename)) and original()
 
     return replaced(torch.compiler, "is_exporting", answer)

@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
+from pipegraph.errors import frame_above
+
 _TORCH: Final = f"{Path(torch.__file__).parent}/"
 _LAYERS: Final = f"{Path(torch.nn.__file__).parent}/"
 _ATTENTION: Final = f"{_LAYERS}modules/activation.py", f"{_LAYERS}modules/transformer.py"
@@ -62,8 +64,7 @@ class DtypeReads(TorchFunctionMode):
             if isinstance(func, FunctionType):
                 self.is_found = _asks_inside(func, args, kwargs)
             elif _reads_dtype(func, args, kwargs):
-                frame = inspect.currentframe()
-                self.is_found = _is_of_model(frame and frame.f_back)  # the tracer asks for dtypes as well
+                self.is_found = _is_of_model(frame_above(1))  # the tracer asks for dtypes as well
         return func(*args, **kwargs)
 
 
