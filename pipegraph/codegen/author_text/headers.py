@@ -15,12 +15,14 @@ from pipegraph.codegen.author_text.statements import SELF, header_end, parsed
 from pipegraph.codegen.syntax.line_breaks import LINE_LENGTH
 
 _CLASS_INDENT: Final = 4
+_LISTED_RESULTS: Final = 6
 
 
 def part_header(part: StagePart) -> list[str]:
     """``def forward(self, hidden_states: Tensor, mask: Tensor) -> Tensor:``."""
     parameters = [SELF, *(f"{name}: Tensor" for name in part.parameters.values())]
-    returns = "Tensor" if part.results == 1 else f"tuple[{', '.join(['Tensor'] * part.results)}]"
+    results = ", ".join(["Tensor"] * part.results) if part.results <= _LISTED_RESULTS else "Tensor, ..."
+    returns = "Tensor" if part.results == 1 else f"tuple[{results}]"
     return wrapped_header("forward", parameters, f" -> {returns}")
 
 
