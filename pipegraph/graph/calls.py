@@ -235,8 +235,8 @@ class FunctionRun:
         call: the call of the module that ran then.
         number: how many times that call had called the function before.
         is_method: whether it is a method of that module.
-        arguments: the parameters, each with its form: ``...`` for a tensor, a tuple of forms, a `PlainValue`, or
-            `OBJECT`.
+        arguments: the parameters, each with its form: ``...`` for a tensor, a tuple of forms, a `PlainValue`, a
+            `ModuleValue`, or `OBJECT`.
         result: the form of what it returned.
         function: the function.
     """
@@ -263,6 +263,13 @@ class PlainValue:
     """An argument of a function that is a number, a dynamic size, a text, a dtype, a device or None."""
 
     value: object
+
+
+@dataclass(frozen=True)
+class ModuleValue:
+    """An argument of a function that is a module inside of the one that runs: its name there."""
+
+    name: str
 
 
 RETURNED: Final = "return"

@@ -292,3 +292,36 @@ def test_a_part_of_a_method_is_no_call(tmp_path: Path) -> None:
     package = split(tmp_path, model, batch, cut="last")
     assert "both(" not in source(package)
     assert not differences(package, model, batch)
+
+
+def residual(x: Tensor, layer: nn.Module, scale: float = 1.0) -> Tensor:
+    """A function that is given a module."""
+    return x + scale * layer(x)
+
+
+class GivenModules(nn.Module):
+    """Functions and methods take the modules of a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Field(8) for _ in range(4)])
+        self.norms = nn.ModuleDict({name: nn.LayerNorm(8) for name in ("a", "b", "c", "d")})
+
+    def normed(self, x: Tensor, norm: nn.Module) -> Tensor:
+        return torch.tanh(norm(x)) * 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, norm in zip(self.layers, self.norms.values(), strict=True):
+            x = residual(x, layer, scale=0.5)
+            x = self.normed(x, norm)
+        return x
+
+
+def test_functions_are_given_modules(tmp_path: Path) -> None:
+    model, batch = GivenModules(), (torch.randn(3, 5, 8),)
+    package = split(tmp_path, model, batch, cut="layers.2")
+    text = source(package)
+    assert "x = residual(x, self.layers[0], scale=0.5)" in text
+    assert 'x = self.normed(x, self.norms["a"])' in text
+    assert not differences(package, model, batch)
+    assert not differences(package, model, batch, train=False)

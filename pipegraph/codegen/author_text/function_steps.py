@@ -21,7 +21,7 @@ from pipegraph.codegen.expressions.torch_modules import CallArguments, Passed, u
 from pipegraph.codegen.forward.items import FunctionStep, Operation, Step, has_effects
 from pipegraph.codegen.names.source_statements import SourceStatements
 from pipegraph.codegen.syntax.expressions import Name
-from pipegraph.graph.calls import RETURNED, FunctionRun, PlainValue, functions_of
+from pipegraph.graph.calls import RETURNED, FunctionRun, ModuleValue, PlainValue, functions_of
 from pipegraph.graph.captured import BRANCH
 from pipegraph.graph.nodes import arguments_of, shape_of
 from pipegraph.graph.operators import MODE_ARGUMENTS
@@ -104,8 +104,9 @@ class FunctionSteps:
         members = [at for at, step in enumerate(steps) if not inside.isdisjoint(step.nodes)]
         nodes = tuple(node for at in members for node in steps[at].nodes)
         calls_modules = not all(isinstance(steps[at], (Operation, FunctionStep)) for at in members)
-        if set(nodes) != inside or (calls_modules and not run.is_method):
-            raise UnwritableError("it calls modules that it is given, or only a part of it is here")
+        takes_modules = any(isinstance(form, ModuleValue) for _, form in run.arguments)
+        if set(nodes) != inside or (calls_modules and not (run.is_method or takes_modules)):
+            raise UnwritableError("it calls other modules, or only a part of it is here")
         names = {node.name for node in nodes}
         if any(node.meta.get("writes", node.name) not in names for node in nodes):
             raise UnwritableError("it writes into a tensor that it is given")
@@ -191,6 +192,10 @@ class FunctionSteps:
                 values.append((keyword, position_of(name, ())))
             elif isinstance(form, tuple) and form and all(part is ... for part in form):
                 values.append((keyword, tuple(position_of(name, (index,)) for index in range(len(form)))))
+            elif isinstance(form, ModuleValue) and keyword:
+                settings.append((name, form))
+            elif isinstance(form, ModuleValue):
+                values.append(("", Passed(form)))
             else:
                 value = _plain(name, form, sizes)
                 if depends_on_mode and isinstance(value, (bool, int, float)):

@@ -61,7 +61,7 @@ from pipegraph.codegen.author_text.statements import (
 )
 from pipegraph.codegen.author_text.tables import table_expression
 from pipegraph.codegen.syntax.expressions import Name, literal
-from pipegraph.graph.calls import FunctionRun
+from pipegraph.graph.calls import FunctionRun, ModuleValue
 from pipegraph.graph.captured import ExecutedLines, LineStep
 from pipegraph.graph.export.executed_lines import is_of_model
 from pipegraph.graph.model_structure import is_layer_of_torch
@@ -131,6 +131,7 @@ def add_called_function(
         if (names.attributes_set, names.base) != (attributes_set, base):
             names.base = base
             raise UnwritableError("it sets attributes, or uses super")
+        names.children |= {form.name for _, form in run.arguments if isinstance(form, ModuleValue)}
         for child in sorted(names.children - children):
             surroundings.check_child(child)
         methods = {name: "\n".join(line.text for line in text) for name, text in names.methods.items()}

@@ -51,6 +51,7 @@ from pipegraph.codegen.syntax.expressions import Collection, Expression, Name, S
 from pipegraph.codegen.syntax.line_breaks import reads_well
 from pipegraph.codegen.syntax.statements import Assign, Evaluate, Return, Statement, nested
 from pipegraph.graph.aliasing import is_view, is_written
+from pipegraph.graph.calls import ModuleValue
 from pipegraph.graph.symbolic_size import SymbolicSize, UnknownSizeError
 
 # ---- with blocks -----------------------------------------------------------------------------------------------------
@@ -281,6 +282,8 @@ class ForwardWriter:
 
     def _passed(self, value: object) -> Expression:
         """The expression of an argument of a function, other than a tensor."""
+        if isinstance(value, ModuleValue):
+            return self._tree.access(value.name.split("."))
         if isinstance(value, SymbolicSize):
             return self._sizes.expression(value)
         if isinstance(value, torch.device):

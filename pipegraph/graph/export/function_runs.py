@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import fx, nn
 
-from pipegraph.graph.calls import OBJECT, RETURNED, FunctionRun, PlainValue, VariablePlace, function_key
+from pipegraph.graph.calls import OBJECT, RETURNED, FunctionRun, ModuleValue, PlainValue, VariablePlace, function_key
 from pipegraph.graph.export.executed_lines import is_of_model
 from pipegraph.torch_private.export import traced_node
 
@@ -58,7 +58,7 @@ class FunctionRecorder:
         arguments |= {name: values[name] for name in variadic if values[name]}
         for name, value in arguments.items():
             _mark(tracer, key, VariablePlace(code.co_firstlineno, name, (), 0, 0), value)
-        forms = tuple((name, _form(value)) for name, value in arguments.items())
+        forms = tuple((name, _form(value, module)) for name, value in arguments.items())
         caller = frame.f_back
         called_from = (caller.f_code.co_filename, caller.f_lineno) if caller is not None else ("", 0)
         last = next(iter(reversed(tracer.graph.nodes)), None)
@@ -100,9 +100,17 @@ def _mark(tracer: Any, key: str, place: VariablePlace, value: Any) -> None:
         places[key] = (*places.get(key, ()), place)
 
 
-def _form(value: Any) -> object:
+def _form(value: Any, owner: nn.Module | None = None) -> object:
+    """The form of an argument or a result.
+
+    Args:
+        owner: the module that runs, inside of which an argument may be a module.
+    """
     if isinstance(value, torch.Tensor):
         return ...
+    if isinstance(value, nn.Module) and owner is not None:
+        name = next((name for name, module in owner.named_modules() if module is value), "")
+        return ModuleValue(name) if name else OBJECT
     if type(value) in (tuple, torch.Size):
         return tuple(map(_form, value))
     return PlainValue(value) if type(value) in _PLAIN or isinstance(value, torch.SymInt) else OBJECT
