@@ -25,7 +25,7 @@ from pipegraph.graph.calls import RETURNED, FunctionRun, ModuleValue, PlainValue
 from pipegraph.graph.captured import BRANCH
 from pipegraph.graph.nodes import arguments_of, shape_of
 from pipegraph.graph.operators import MODE_ARGUMENTS
-from pipegraph.graph.symbolic_size import SymbolicSize
+from pipegraph.graph.symbolic_size import SymbolicSize, in_dimensions
 from pipegraph.torch_private.operators import OpOverload
 
 AddFunction = Callable[[FunctionRun, AbstractSet[fx.Node]], None]
@@ -219,7 +219,7 @@ def _plain(name: str, form: object, sizes: AbstractSet[sympy.Expr]) -> object:
         return tuple(_plain(name, part, sizes) for part in form)
     if not isinstance(form, PlainValue):
         raise UnwritableError(f"{name} is neither a tensor nor a number")
-    if isinstance(form.value, SymbolicSize) and form.value.expression not in sizes:
+    if isinstance(form.value, SymbolicSize) and in_dimensions(form.value.expression, sizes) is None:
         raise UnwritableError(f"no tensor has the size {name}")
     return form.value
 
