@@ -336,8 +336,10 @@ def _unpacked_names(names: Mapping[fx.Node, str]) -> dict[fx.Node, str]:
             parts.setdefault(name, []).append(node)
     unpacked: dict[fx.Node, str] = {}
     for nodes in parts.values():
-        whole = (sorted((place for place in _variables(node) if not place.path), key=_order) for node in nodes)
-        first = [next((place.name for place in places if place.name != RETURNED), "") for places in whole]
+        places_of_nodes = (
+            sorted((place for place in _variables(node) if not place.path), key=_order) for node in nodes
+        )
+        first = [next((place.name for place in places if place.name != RETURNED), "") for places in places_of_nodes]
         if len(set(first)) == len(nodes) > 1 and all(map(is_plain, first)):
             unpacked |= zip(nodes, first, strict=True)
     return unpacked

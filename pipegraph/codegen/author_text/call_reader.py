@@ -48,7 +48,7 @@ class CallReader:
         self._captured, self._source = captured, source
         self._graph_lines, self._autograd_functions = graph_lines, autograd_functions
         self._variable_places = variables_by_call(captured.nodes)
-        self._learned = _with_parameters(captured.nodes)
+        self._with_features = _with_parameters(captured.nodes)
         self._class_lines = ClassLines(captured, source)
         self._arguments: dict[str, list[fx.Node]] = {}
         for node in captured.nodes:
@@ -114,7 +114,7 @@ class CallReader:
         )
 
         def add_function(run: FunctionRun, nodes: AbstractSet[fx.Node]) -> None:
-            has_features = not nodes.isdisjoint(self._learned)
+            has_features = not nodes.isdisjoint(self._with_features)
             with names.undone_on_error():
                 add_called_function(
                     names, module, tree.fqn, lines, surroundings, self._called_functions, run, has_features
@@ -238,9 +238,9 @@ class CallReader:
 
 def _with_parameters(nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:
     """The operations whose results depend on a parameter: those of a mask do not."""
-    learned: set[fx.Node] = set()
+    with_features: set[fx.Node] = set()
     for node in nodes:
         parents = node.all_input_nodes
-        if any(parent in learned or parent.meta.get("kind") == "parameter" for parent in parents):
-            learned.add(node)
-    return frozenset(learned)
+        if any(parent in with_features or parent.meta.get("kind") == "parameter" for parent in parents):
+            with_features.add(node)
+    return frozenset(with_features)

@@ -253,16 +253,16 @@ def _is_vain_if(statement: ast.stmt, read: AbstractSet[str]) -> bool:
     return False
 
 
-def _is_overwritten(statement: ast.stmt, later: Sequence[ast.stmt]) -> bool:
+def _is_overwritten(statement: ast.stmt, following: Sequence[ast.stmt]) -> bool:
     """Return whether a statement assigns constants to variables that are assigned again before they are read."""
     match statement:
         case ast.Assign([ast.Name(id=name)], ast.Constant()):
-            return _is_dead(name, later)
+            return _is_dead(name, following)
     return False
 
 
-def _is_dead(name: str, later: Sequence[ast.stmt]) -> bool:
-    for statement in later:
+def _is_dead(name: str, following: Sequence[ast.stmt]) -> bool:
+    for statement in following:
         uses = [node for node in ast.walk(statement) if isinstance(node, ast.Name) and node.id == name]
         is_changed = isinstance(statement, ast.AugAssign)
         if (is_changed and uses) or any(isinstance(use.ctx, ast.Load) for use in uses):

@@ -117,9 +117,9 @@ class _Multiple:
         """``3 * dim``, ``dim // 2`` or ``dim * dim``."""
         if self.factor is None:
             return Binary("*", base, base)
-        whole, part = self.factor.numerator, self.factor.denominator
-        product = base if whole == 1 else Binary("*", literal(whole), base)
-        return product if part == 1 else Binary("//", product, literal(part))
+        numerator, denominator = self.factor.numerator, self.factor.denominator
+        product = base if numerator == 1 else Binary("*", literal(numerator), base)
+        return product if denominator == 1 else Binary("//", product, literal(denominator))
 
 
 _LARGEST_FACTOR: Final = 8
@@ -131,8 +131,8 @@ def _multiples(places: Mapping[_Values, Sequence[_NumberPlace]]) -> dict[_Values
     multiples: dict[_Values, _Multiple] = {}
     named = [values for values, of_values in places.items() if any(place.author_name for place in of_values)]
     bases = [values for values in named if all(value.text.isdigit() for value in values)]
-    others = [values for values in places if values not in named and all(value.text.isdigit() for value in values)]
-    for values in sorted(others, key=_integers):
+    unnamed = [values for values in places if values not in named and all(value.text.isdigit() for value in values)]
+    for values in sorted(unnamed, key=_integers):
         in_constructor = not any(place.is_in_forward or place.default is not None for place in places[values])
         multiple = next(filter(None, (_multiple(values, base) for base in bases)), None) if in_constructor else None
         if multiple is None:
