@@ -312,7 +312,8 @@ def _draft(plan: Plan, weights: bool, source: ModelSource | None, forms: Forms) 
 
 def _files(plan: Plan, package: Draft, source: ModelSource | None) -> dict[str, str]:
     model, class_name = source.name if source is not None else plan.captured.model_name, plan.captured.model_name
-    files = package.source.files(f"{prose(class_name)} ({prose(model)})")
+    origin = f" ({prose(model)})" if model != class_name else ""
+    files = package.source.files(f"{prose(class_name)}{origin}")
     if source is not None and source.config is not None:  # for `pipegraph export`
         files[CONFIG] = json_text(dict(source.config)) + "\n"
     return files

@@ -81,6 +81,15 @@ def dimension_of(node: fx.Node, expression: sympy.Expr) -> int | None:
     return next((dim for dim, size in sizes if isinstance(size, SymbolicSize) and size.expression == expression), None)
 
 
+def parameter_values(nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:
+    """The operations whose results depend on a parameter: those of a mask do not. Nodes in the order of the graph."""
+    values: set[fx.Node] = set()
+    for node in nodes:
+        if any(parent in values or parent.meta.get("kind") == "parameter" for parent in node.all_input_nodes):
+            values.add(node)
+    return frozenset(values)
+
+
 def dynamic_sizes_of(nodes: Iterable[fx.Node]) -> list[sympy.Expr]:
     """The dynamic sizes of tensors."""
     tensors = (node for node in nodes if isinstance(node.meta.get("val"), torch.Tensor))

@@ -62,6 +62,16 @@ def simplified(text: str) -> str:
         ),
         pytest.param(
             """
+            def f(x):
+                _, state = None, None
+                _, length = x.shape
+                return g(x, state, length)
+            """,
+            "def f(x):\n    state = None\n    _, length = x.shape\n    return g(x, state, length)",
+            id="a constant of two",
+        ),
+        pytest.param(
+            """
             def f(x, flag):
                 scale = None
                 if flag:

@@ -23,7 +23,7 @@ from pipegraph.codegen.syntax.statements import SourceText
 from pipegraph.graph.calls import CallTree, CallValues, FunctionRun, StageMembers, argument_place, sorted_by_place
 from pipegraph.graph.captured import Captured, ExecutedLines
 from pipegraph.graph.model_structure import is_layer_of_torch
-from pipegraph.graph.nodes import path_of
+from pipegraph.graph.nodes import parameter_values, path_of
 from pipegraph.torch_private.export import call_name
 from pipegraph.torch_private.modules import has_forward_hooks
 
@@ -48,7 +48,7 @@ class CallReader:
         self._captured, self._source = captured, source
         self._graph_lines, self._autograd_functions = graph_lines, autograd_functions
         self._variable_places = variables_by_call(captured.nodes)
-        self._with_features = _with_parameters(captured.nodes)
+        self._parameter_values = parameter_values(captured.nodes)
         self._class_lines = ClassLines(captured, source)
         self._arguments: dict[str, list[fx.Node]] = {}
         for node in captured.nodes:
@@ -114,7 +114,7 @@ class CallReader:
         )
 
         def add_function(run: FunctionRun, nodes: AbstractSet[fx.Node]) -> None:
-            has_features = not nodes.isdisjoint(self._with_features)
+            has_features = not nodes.isdisjoint(self._parameter_values)
             with names.undone_on_error():
                 add_called_function(
                     names, module, tree.fqn, lines, surroundings, self._called_functions, run, has_features
@@ -234,13 +234,3 @@ class CallReader:
 
         surroundings = replace(surroundings, of_method=of_method)
         return names_of_module(module, tree.fqn, lines, surroundings, self._called_functions)
-
-
-def _with_parameters(nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:
-    """The operations whose results depend on a parameter: those of a mask do not."""
-    with_features: set[fx.Node] = set()
-    for node in nodes:
-        parents = node.all_input_nodes
-        if any(parent in with_features or parent.meta.get("kind") == "parameter" for parent in parents):
-            with_features.add(node)
-    return frozenset(with_features)

@@ -88,7 +88,7 @@ class CalledFunctions:
 
         while True:
             tree = parsed(remaining)
-            edits = _edits_of_calls(tree, callee_of)
+            edits = _edits_of_calls(tree, callee_of) or _edits_of_unread_targets(tree)
             if edits:
                 remaining = present(edited(remaining, edits))
                 continue
@@ -201,6 +201,24 @@ def _is_pure(expression: ast.expr) -> bool:
 
 
 # ---- statements ------------------------------------------------------------------------------------------------------
+
+
+def _edits_of_unread_targets(tree: ast.FunctionDef) -> list[Edit]:
+    """The edits that leave an unused constant out of a statement: ``_, state = None, None`` is ``state = None``."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assign([ast.Tuple(elts=[_, _] as targets) as target], ast.Tuple(elts=[_, _] as values) as value):
+                pass
+            case _:
+                continue
+        names = [element.id if isinstance(element, ast.Name) else "" for element in targets]
+        if names.count("_") == 1 and all(isinstance(element, ast.Constant) for element in values):
+            at = 1 - names.index("_")
+            return [
+                Edit(start_of(target), end_of(target), ast.unparse(targets[at])),
+                Edit(start_of(value), end_of(value), ast.unparse(values[at])),
+            ]
+    return []
 
 
 def _vain_statements(tree: ast.FunctionDef) -> Iterator[ast.stmt]:

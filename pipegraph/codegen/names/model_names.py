@@ -18,7 +18,7 @@ from pipegraph.graph.captured import Captured
 from pipegraph.graph.custom_functions import applied_function
 from pipegraph.graph.graph_text import value_text
 from pipegraph.graph.model_structure import class_text, is_layer_of_torch
-from pipegraph.graph.nodes import path_of
+from pipegraph.graph.nodes import parameter_values, path_of
 from pipegraph.graph.operators import operator_of
 from pipegraph.torch_private.operators import OpOverload, operator_name
 
@@ -39,6 +39,7 @@ class ModelNames:
         self._source = source
         self._opened = opened
         self.returned_together: set[fx.Node] = set()
+        self._parameter_values = parameter_values(captured.nodes)
 
     def parameters(self, call: CallTree, reads: Sequence[fx.Node]) -> list[str]:
         """Names for the parameters of ``forward``: the module's own names, or else the names of the values."""
@@ -91,8 +92,11 @@ class ModelNames:
             return ""
         operations = [node for node in self._captured.nodes if call.call in dict(path_of(node))]
         nodes = set(call.nodes())
-        # Cheap operations on inputs of the model, such as a slice, may stand first and run in a later stage.
-        return "End" if operations[-1] in nodes else "Start" if operations[0] in nodes else "Middle"
+        if operations[-1] in nodes:
+            return "End"
+        # Several stages may make a mask, with which a module begins.
+        first = next((node for node in operations if node in self._parameter_values), operations[0])
+        return "Start" if first in nodes else "Middle"
 
     def docstring(self, call: CallTree, reads: Sequence[fx.Node], makes: Sequence[fx.Node]) -> str:
         """The docstring of a class: what its author says of it, its origin, a place in the model, and the shapes of
