@@ -325,3 +325,48 @@ def test_functions_are_given_modules(tmp_path: Path) -> None:
     assert 'x = self.normed(x, self.norms["a"])' in text
     assert not differences(package, model, batch)
     assert not differences(package, model, batch, train=False)
+
+
+class CutWithMask(nn.Module):
+    """A static method that the first part of the module calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Masked(8) for _ in range(4)])
+
+    @staticmethod
+    def near(positions: Tensor, width: int) -> Tensor:
+        return (positions[:, None] - positions[None, :]).abs() < width
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = self.near(torch.arange(x.shape[1], device=x.device), 3)
+        for layer in self.layers:
+            x = layer(x, mask)
+        return x
+
+
+class Masked(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        scores = (x @ x.mT).masked_fill(~mask, -1e4).softmax(-1)
+        return x + scores @ self.linear(x)
+
+
+class AroundCut(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.head = CutWithMask(), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.model(x))
+
+
+def test_a_static_method_of_a_part_is_there_once(tmp_path: Path) -> None:
+    model, batch = AroundCut(), (torch.randn(3, 5, 8),)
+    package = split(tmp_path, model, batch, cut="model.layers.2")
+    text = source(package)
+    assert text.count("def near(") == 1
+    assert not differences(package, model, batch)

@@ -87,6 +87,7 @@ class CallReader:
         called: CallValues,
         steps: Sequence[Step],
         names: ReadNames,
+        is_part: bool,
         check_names: Callable[[ReadNames], object],
         check_child: Callable[[str], None],
     ) -> list[Step]:
@@ -94,6 +95,7 @@ class CallReader:
 
         Args:
             names: of the class, to which the functions are added.
+            is_part: whether the class is a part of that of the model.
             check_names: raises UnwritableError if a name means something else in another class.
             check_child: raises UnwritableError if the text cannot call a child as the model does.
         """
@@ -121,7 +123,7 @@ class CallReader:
                 )
                 check_names(names)
 
-        return self._functions.joined(steps, call_name(tree.call), frozenset(called.makes), add_function)
+        return self._functions.joined(steps, call_name(tree.call), frozenset(called.makes), is_part, add_function)
 
     def steps_of_method(
         self, fqn: str, steps: Iterable[Step], names: ReadNames, method: MixedMethod

@@ -61,7 +61,7 @@ class FunctionSteps:
                     self._places.setdefault(key, {}).update({(place.name, place.path): value for place in places})
 
     def joined(
-        self, steps: Sequence[Step], call: str, results: AbstractSet[fx.Node], add_function: AddFunction
+        self, steps: Sequence[Step], call: str, results: AbstractSet[fx.Node], is_part: bool, add_function: AddFunction
     ) -> list[Step]:
         """Return steps with one step for each call of a function that the text can have, the outermost ones.
 
@@ -69,6 +69,8 @@ class FunctionSteps:
             steps: the steps of a call of a module.
             call: that call.
             results: the values that are read after it.
+            is_part: whether the text is that of a part of the module. Its static methods are functions, which all
+                parts share.
             add_function: lets the text have the function.
         """
         joined = list(steps)
@@ -78,6 +80,8 @@ class FunctionSteps:
             for run in functions_of(joined[at].nodes[0]) if not isinstance(joined[at], FunctionStep) else ():
                 if run.call != call or run.key in unwritable:
                     continue
+                if is_part and run.function.__code__.co_varnames[:1] != ("self",):
+                    run = replace(run, is_method=False)
                 try:
                     step, members = self._step(run, joined, results)
                     add_function(run, self._nodes[run.key])

@@ -246,14 +246,19 @@ class ReadNames:
     def remove_unused(self, forward: Iterable[TextLine]) -> None:
         """Remove what neither the lines of ``forward`` nor methods that these call read: statements without effect are
         not among the lines."""
-        waiting, methods, words = [*forward], set[str](), set[str]()
+        forward_lines = list(forward)
+        waiting, methods, words = list(forward_lines), set[str](), set[str]()
         while waiting:
             new_words = {word for line in waiting for word in re.findall(r"\w+", line.text)}
             new_methods = (new_words & self.methods.keys()) - methods
             words |= new_words
             methods |= new_methods
             waiting = [line for name in new_methods for line in self.methods[name]]
-        functions, new_functions = frozenset[str](), frozenset(words & self.functions.keys())
+        lines = [*forward_lines, *(line for name in methods for line in self.methods[name])]
+        called = {
+            word for line in lines for word in re.findall(r"(?<![.\w])(?<!def )\w+", line.text)
+        }  # not self.scaled
+        functions, new_functions = frozenset[str](), frozenset(called & self.functions.keys())
         while new_functions:
             functions |= new_functions
             new_functions = frozenset[str]().union(*(self.needs[name][0] for name in new_functions)) - functions

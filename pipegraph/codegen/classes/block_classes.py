@@ -446,7 +446,12 @@ class BlockClasses:
             steps = self._steps(members, fqn, tree.items)
             if self._forms.calls_functions(self._form_name(fqn)):
                 steps = self._reader.with_functions(
-                    called, steps, names, self._shared_names.meanings_of, partial(self._check_child, members, tree)
+                    called,
+                    steps,
+                    names,
+                    stage_part is not None,
+                    self._shared_names.meanings_of,
+                    partial(self._check_child, members, tree),
                 )
             for name, method in names.mixed_methods.items():
                 in_method, steps = self._reader.steps_of_method(fqn, steps, names, method)
