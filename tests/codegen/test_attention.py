@@ -39,7 +39,7 @@ class Attending(nn.Module):
 
 NO_WEIGHTS = {"need_weights": False}
 CASES: dict[str, tuple[nn.Module, str]] = {
-    "self": (Attending({}, NO_WEIGHTS), "self.attention(handed, handed, handed, need_weights=False)[0]"),
+    "self": (Attending({}, NO_WEIGHTS), "self.attention(linear, linear, linear, need_weights=False)[0]"),
     "no bias": (
         Attending({"bias": False}, NO_WEIGHTS),
         "nn.MultiheadAttention(8, 2, bias=False, batch_first=True)",

@@ -235,22 +235,16 @@ CASES = {
 """,
     Chooses: """
         if self.training:
-            x = relu
+            h_1 = h
         else:
-            x = linear
+            h_1 = g
 """,
     Factor: """
         if self.training:
             a = a * 0.5
 """,
     Tables: """
-            h = torch.full((), 0.25, device=x.device)
-        h = a + h
-        if self.training:
-            result = self.table
-        else:
-            result = self.other
-        return h * result
+        return self.middle(self.a(x))
 """,
     Rearranges: """
         if self.training:
@@ -263,8 +257,8 @@ CASES = {
     CentersByRows: """
         if self.training:
             with torch.no_grad():
-                mean = a.mean(0)
-            a = a - mean + torch.arange(x.shape[0], device=x.device).unsqueeze(1)
+                mean = h.mean(0)
+            h = h - mean + torch.arange(x.shape[0], device=x.device).unsqueeze(1)
 """,
     Residual: """
         return x + self.drop(self.a(x))

@@ -78,7 +78,7 @@ def test_statements_before_and_after_the_cut_are_the_authors(language: Language,
     text = (package.path / "stage_0.py").read_text()
     assert "    def positions(self, tokens: Tensor) -> Tensor:\n        return torch.arange(tokens.size(1)" in text
     assert "self.block_size = 16\n" in text
-    assert text.startswith('"""Stage 0 of 2 of Language (Language).  Stage0: the text of test_text_of_stages.py."""')
+    assert text.startswith('"""Stage 0 of 2 of Language.  Stage0: the text of test_text_of_stages.py."""')
     for train in (True, False):
         assert differences(package, language, (TOKENS,), train=train) == []
     first, second = (package.load_stage(index).eval() for index in range(2))

@@ -31,7 +31,7 @@ class ChangedByExport(nn.Module):
             raise ValueError("one row")
         for layer in self.layers:
             x = layer(x)
-        return 2 * x if torch.compiler.is_exporting() else x
+        return 2 * x if torch.compiler.is_compiling() else x
 
 
 WRONG = SurveyCase("wrong", "here", ChangedByExport, rows(4))

@@ -95,7 +95,7 @@ class FunctionSteps:
                 break
             else:
                 at += 1
-        return joined
+        return _without_dead(joined, results) if len(joined) < len(steps) else joined
 
     def _step(
         self, run: FunctionRun, steps: Sequence[Step], results: AbstractSet[fx.Node]
@@ -211,6 +211,16 @@ class FunctionSteps:
                 elif not _equal(value, parameter.default):
                     settings.append((name, value))
         return CallArguments(tuple(values), tuple(settings)), tuple(reads)
+
+
+def _without_dead(steps: Sequence[Step], results: AbstractSet[fx.Node]) -> list[Step]:
+    """Steps without those whose results nothing reads: a choice of the mode that stands inside of a function."""
+    live, read = list[Step](), set(results)
+    for step in reversed(steps):
+        if has_effects(step) or not read.isdisjoint(step.makes):
+            live.append(step)
+            read.update(step.reads)
+    return live[::-1]
 
 
 def _plain(name: str, form: object, sizes: AbstractSet[sympy.Expr]) -> object:
