@@ -7,6 +7,7 @@ TESTED := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH ?= $(TESTED)
 VENV := $(if $(filter $(TESTED),$(TORCH)),.venv,.venv-torch-$(TORCH))
 BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip install --quiet
 
@@ -17,10 +18,15 @@ help:  ## List what can be done
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # torch goes in alone and first: on its own, pip takes the build that the machine is set up for.
-$(READY): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt
+	@echo "Installing torch $(TORCH) and pipegraph in $(VENV): a minute if pip has them, several minutes if it loads them."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
 	$(PIP) "torch==$(TORCH)"
+	$(PIP) --constraint $(VENV)/constraints.txt --editable .
+	touch $@
+
+$(READY): $(INSTALLED)
 	$(PIP) --constraint $(VENV)/constraints.txt --editable ".[test,hf]"
 	touch $@
 
@@ -30,10 +36,14 @@ $(VENV)/.docs-ready: $(READY)
 
 setup: $(READY)  ## Make .venv with everything the other targets need
 
-demo: $(READY)  ## Split the example transformer in two, verify it, run it on two processes
-	$(BIN)/pipegraph split examples/transformer.py --points layers.4 -o build/transformer --overwrite
+demo: $(INSTALLED)  ## Split the example transformer in two, verify it, run it on two processes
+	@echo; echo "1 of 3: split examples/transformer.py in two stages, where a step takes the least time"
+	$(BIN)/pipegraph split examples/transformer.py --stages 2 -o build/transformer --overwrite
+	@echo; echo "2 of 3: compare the stages with the model"
 	$(BIN)/pipegraph verify build/transformer examples/transformer.py
+	@echo; echo "3 of 3: train them in two processes, which compile their kernels first"
 	$(BIN)/pipegraph run build/transformer --nproc 2 --schedule 1f1b --microbatches 4 --steps 3
+	@echo; echo "The stages are build/transformer/stage_0.py, stage_1.py and blocks.py. A model of your own: docs/guide.md"
 
 RUN_TEXT = $(BIN)/pipegraph run $(1) --model examples/text/model.py --microbatches 4 --steps $(STEPS) \
 	--checkpoint $(2) --checkpoint-every 50

@@ -370,3 +370,26 @@ def test_a_static_method_of_a_part_is_there_once(tmp_path: Path) -> None:
     text = source(package)
     assert text.count("def near(") == 1
     assert not differences(package, model, batch)
+
+
+class Chooses(nn.Module):
+    """A method whose two modes read other tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.table, self.other = torch.rand(2, 8)
+
+    def middle(self, h: Tensor) -> Tensor:
+        return h.tanh() * (self.table if self.training else self.other)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.middle(self.before(x)))
+
+
+def test_a_choice_of_the_mode_inside_of_a_method_leaves_nothing_outside(tmp_path: Path) -> None:
+    model, batch = Chooses(), (torch.randn(3, 8),)
+    package = split(tmp_path, model, batch, cut="after")
+    assert forward_lines(package)[0] == "return self.middle(self.before(x))"
+    for train in (True, False):
+        assert not differences(package, model, batch, train=train)

@@ -244,7 +244,13 @@ CASES = {
             a = a * 0.5
 """,
     Tables: """
-        return self.middle(self.a(x))
+            h_1 = torch.full((), 0.25, device=x.device)
+        h = h + h_1
+        if self.training:
+            result = self.table
+        else:
+            result = self.other
+        return h * result
 """,
     Rearranges: """
         if self.training:
