@@ -38,7 +38,7 @@ setup: $(READY)  ## Make .venv with everything the other targets need
 
 demo: $(INSTALLED)  ## Split the example transformer in two, verify it, run it on two processes
 	@echo; echo "1 of 3: split examples/transformer.py in two stages, where a step takes the least time"
-	$(BIN)/pipegraph split examples/transformer.py --stages 2 -o build/transformer --overwrite
+	$(BIN)/pipegraph split examples/transformer.py --stages 2 --microbatches 4 -o build/transformer --overwrite
 	@echo; echo "2 of 3: compare the stages with the model"
 	$(BIN)/pipegraph verify build/transformer examples/transformer.py
 	@echo; echo "3 of 3: train them in two processes, which compile their kernels first"
