@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import is_dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 from torch import nn
 
@@ -35,6 +33,7 @@ from pipegraph.graph.graph_text import segments_text
 from pipegraph.graph.layer_blocks import NotRepeatedError, Recorded, are_repeated
 from pipegraph.graph.layer_runs import few_layers, layer_runs
 from pipegraph.graph.model_structure import (
+    ASKS_ABOUT_EXPORT,
     check_classes,
     check_keys,
     check_module_names,
@@ -56,8 +55,6 @@ from pipegraph.graph.symbolic_size import FixedSize, InputDimension
 from pipegraph.progress import listen, track
 from pipegraph.torch_private.export import CAPTURE_LOCK, export_hidden
 from pipegraph.torch_private.pytrees import pytree
-
-_ASKS_ABOUT_EXPORT: Final = re.compile(r"is_(torchdynamo_)?exporting")
 
 
 def capture(
@@ -196,10 +193,21 @@ def _capture_as_trained(
     model: nn.Module, example: Example, is_written: bool, captured_now: Callable[[], Captured]
 ) -> Captured:
     """Capture what a model does when nothing is exported, if it asks, and if that can be captured."""
-    if source_has(model, _ASKS_ABOUT_EXPORT):
-        with suppress(CaptureError), export_hidden():
-            return _capture_in_part(model, example, is_written, captured_now) or captured_now()
-    return _capture_in_part(model, example, is_written, captured_now) or captured_now()
+
+    def captured() -> Captured:
+        return _capture_in_part(model, example, is_written, captured_now) or captured_now()
+
+    if not source_has(model, ASKS_ABOUT_EXPORT):
+        return captured()
+    try:
+        with export_hidden(), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            captured_as_trained = captured()
+    except CaptureError:
+        return captured()
+    for warning in caught:
+        warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    return captured_as_trained
 
 
 def _capture_in_part(

@@ -97,7 +97,7 @@ def _evaluation_graph(
         fixed, keeps_int = training.fixed, training.keeps_int
         with DtypeReads() as reads:
             program = export_in(mode, model, args, kwargs, fixed=fixed, keeps_int=keeps_int)
-        exported = Exported(program, mode, fixed, keeps_int=keeps_int, reads_dtype=reads.is_found)
+        exported = Exported(program, mode, fixed, keeps_int=keeps_int, reads_dtype=reads.has_reads)
         graph, _ = flatten(exported.program, state, tensors, names)
         mark_dtypes(graph, exported, model, args, kwargs, names)
         run_all_passes(graph, state, prefix="evaluation_")

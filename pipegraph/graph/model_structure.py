@@ -306,6 +306,10 @@ def mentions_mode(cls: type[nn.Module]) -> bool:
     return any(source is None or ".training" in source.text for source in map(class_text, user_classes))
 
 
+ASKS_ABOUT_EXPORT: Final = re.compile(r"is_\w*exporting")
+"""How a model's source asks whether it is exported."""
+
+
 def python_modules_of(model: nn.Module) -> list[ModuleType]:
     """The Python modules in which the classes of a model are defined, but for those of torch."""
     classes = {cls for module in model.modules() for cls in type(module).__mro__}

@@ -96,7 +96,7 @@ def test_reads_of_dtypes_are_noticed(model_class: type[Layer], reads: bool) -> N
     model = model_class()
     with DtypeReads() as noticed:
         export_in(modes_of(model).training, model, (torch.randn(2, 5, 8),), {})
-    assert noticed.is_found is reads
+    assert noticed.has_reads is reads
 
 
 def marks(model: nn.Module) -> list[Any]:

@@ -11,16 +11,15 @@ from __future__ import annotations
 import ast
 import itertools
 import linecache
-import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from pipegraph.codegen.names.source_statements import functions_in, source_tree
 from pipegraph.graph.captured import LineStep
+from pipegraph.graph.model_structure import ASKS_ABOUT_EXPORT
 
 _INDENT = "    "
-_ASKS_ABOUT_EXPORT: Final = re.compile(r"is_\w*exporting")
 
 
 class TextLine(NamedTuple):
@@ -119,7 +118,7 @@ class FunctionCut:
         """The lines before a statement. Of an ``if`` that was never true, those before the branch that ran, if it has
         some."""
         lines = self._moved(first, last, shift)
-        if isinstance(statement, ast.If) and _ASKS_ABOUT_EXPORT.search(ast.unparse(statement.test)):
+        if isinstance(statement, ast.If) and ASKS_ABOUT_EXPORT.search(ast.unparse(statement.test)):
             return list(itertools.takewhile(lambda line: not line.text, lines))  # they say what exporters cannot do
         if not isinstance(statement, ast.If) or not statement.orelse or self._has_run(statement.body):
             return lines

@@ -30,12 +30,12 @@ class Callee:
 
     Attributes:
         function: the function.
-        returned: the parameter that it returns and does nothing else, or "None"; empty if it does anything.
+        result: the parameter that it returns and does nothing else, or "None"; empty if it does anything.
         unread: the parameters that it does not read.
     """
 
     function: FunctionType
-    returned: str
+    result: str
     unread: frozenset[str]
 
 
@@ -62,7 +62,7 @@ class CalledFunctions:
             except UnwritableError:
                 pass
             else:
-                self._callees[function] = Callee(function, _returned(tree), _unread_parameters(tree))
+                self._callees[function] = Callee(function, _result(tree), _unread_parameters(tree))
         return self._callees[function]
 
     def text_of(self, function: FunctionType) -> list[TextLine]:
@@ -107,7 +107,7 @@ class CalledFunctions:
 # ---- functions -------------------------------------------------------------------------------------------------------
 
 
-def _returned(tree: ast.FunctionDef) -> str:
+def _result(tree: ast.FunctionDef) -> str:
     """The parameter that a function returns and does nothing else; "None" for None, empty for anything else."""
     match tree.body:
         case [ast.Return(ast.Name(id=name))] if any(argument.arg == name for argument in _named_parameters(tree)):
@@ -140,9 +140,9 @@ def _edits_of_calls(tree: ast.FunctionDef, callee_of: Callable[[ast.Call], Calle
             arguments = _arguments_by_name(node, callee.function)
             if arguments is None:
                 continue
-            if callee.returned == "None" and all(map(_is_pure, arguments.values())):
+            if callee.result == "None" and all(map(_is_pure, arguments.values())):
                 return [Edit(start_of(node), end_of(node), "None")]
-            returned = arguments.get(callee.returned)
+            returned = arguments.get(callee.result)
             if returned is not None and all(_is_pure(value) for value in arguments.values() if value is not returned):
                 return [Edit(start_of(node), start_of(returned), ""), Edit(end_of(returned), end_of(node), "")]
             unread = [value for name, value in arguments.items() if name in callee.unread]

@@ -51,20 +51,20 @@ class DtypeReads(TorchFunctionMode):
     """Notices whether the code of a model, or of a layer of torch, asks for a floating dtype or casts to one.
 
     Attributes:
-        is_found: whether it does.
+        has_reads: whether it does.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.is_found = False
+        self.has_reads = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.is_found:
+        if not self.has_reads:
             if isinstance(func, FunctionType):
-                self.is_found = _asks_inside(func, args, kwargs)
+                self.has_reads = _asks_inside(func, args, kwargs)
             elif _reads_dtype(func, args, kwargs):
-                self.is_found = _is_of_model(frame_above(1))  # the tracer asks for dtypes as well
+                self.has_reads = _is_of_model(frame_above(1))  # the tracer asks for dtypes as well
         return func(*args, **kwargs)
 
 

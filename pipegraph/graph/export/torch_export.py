@@ -218,7 +218,7 @@ def export(
             obstacle,
             training_error=failed,
             keeps_int=keeps_int,
-            reads_dtype=reads.is_found,
+            reads_dtype=reads.has_reads,
         )
 
     for mode, tried in product(modes, dict.fromkeys((fixed, None))):
