@@ -49,6 +49,7 @@ from pipegraph.graph.partition.split_points import find_segments
 from pipegraph.graph.pass_order import run_all_passes, run_passes
 from pipegraph.graph.passes.modes import may_differ_by_mode, settle_fixed_modes
 from pipegraph.graph.passes.resize import resize
+from pipegraph.graph.quirks import quirks
 from pipegraph.graph.repeated_layers import with_all_layers
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.graph.symbolic_size import FixedSize, InputDimension
@@ -179,7 +180,8 @@ def _capture(model: nn.Module, example: Example, is_written: bool, captured_now:
         is_written: whether the graph has what the model does in evaluation mode.
         captured_now: captures the model with the layers that it has then.
     """
-    captured = _capture_as_trained(model, example, is_written, captured_now)
+    with quirks():
+        captured = _capture_as_trained(model, example, is_written, captured_now)
     if captured.not_trained:
         warnings.warn(
             f"{captured.model_name} is captured in evaluation mode alone, and its stages refuse training mode: "

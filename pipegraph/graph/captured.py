@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -110,6 +111,21 @@ class LineStep(NamedTuple):
 
 
 @dataclass(frozen=True)
+class ForwardFunction:
+    """A function that does what the ``forward`` of a module does, which hands it the module.
+
+    Attributes:
+        function: of the model's source.
+        parameter: the parameter that has the module.
+        owner: the object whose method it is; None for a function.
+    """
+
+    function: FunctionType
+    parameter: str
+    owner: object = field(repr=False)
+
+
+@dataclass(frozen=True)
 class ExecutedLines:
     """The lines of a model's source that ran while it was captured, in all modes.
 
@@ -118,11 +134,13 @@ class ExecutedLines:
         functions: file and first line of any other function → its steps.
         none_variables: FQN of a module → name and line → whether that variable of a method was None whenever the line
             had run.
+        forwards: FQN of a module whose ``forward`` hands it to another function → that function.
     """
 
     modules: Mapping[str, frozenset[LineStep]]
     functions: Mapping[tuple[str, int], frozenset[LineStep]]
     none_variables: Mapping[str, Mapping[tuple[str, int], bool]] = field(default_factory=dict)
+    forwards: Mapping[str, ForwardFunction] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

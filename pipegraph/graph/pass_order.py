@@ -28,7 +28,6 @@ from pipegraph.graph.passes.redundant_operations import (
     drop_assertions,
     drop_dead_code,
     drop_identities,
-    restore_grouped_products,
 )
 from pipegraph.graph.passes.views import (
     cancel_views,
@@ -215,7 +214,6 @@ def _type(value: Any) -> Any:
 PASSES: tuple[Pass, ...] = (
     tie_casts_to_buffers,
     follow_dtypes,
-    restore_grouped_products,
     drop_assertions,
     drop_identities,
     drop_redundant_dtypes,

@@ -261,7 +261,10 @@ def _value(values: Mapping[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
 def _lines(lines: ExecutedLines, names: LayerNames) -> ExecutedLines:
     """The lines that ran, of all layers."""
     return ExecutedLines(
-        _of_all_layers(lines.modules, names), lines.functions, _of_all_layers(lines.none_variables, names)
+        _of_all_layers(lines.modules, names),
+        lines.functions,
+        _of_all_layers(lines.none_variables, names),
+        _of_all_layers(lines.forwards, names),
     )
 
 

@@ -15,7 +15,7 @@ from pipegraph.codegen.author_text.function_steps import FunctionSteps
 from pipegraph.codegen.author_text.names import ForwardSurroundings, MixedMethod, ReadNames, StagePart
 from pipegraph.codegen.author_text.reader import add_called_function, names_of_module
 from pipegraph.codegen.author_text.simplify import CalledFunctions
-from pipegraph.codegen.author_text.variables import CallVariables, forward_line, unread_parameters, variables_by_call
+from pipegraph.codegen.author_text.variables import CallVariables, first_line, unread_parameters, variables_by_call
 from pipegraph.codegen.forward.items import Step
 from pipegraph.codegen.names.identifiers import unused
 from pipegraph.codegen.names.source_statements import SourceStatements
@@ -139,14 +139,13 @@ class CallReader:
                 steps_outside.append(step)
         return steps_inside, steps_outside
 
-    def variables(self, tree: CallTree, first_line: int | None = None) -> CallVariables:
+    def variables(self, tree: CallTree, method_line: int | None = None) -> CallVariables:
         """The variables of a call, of its ``forward`` or of the method that begins on a line."""
         lines = self._captured.lines
         none_variables = lines.none_variables.get(tree.fqn, {}) if lines is not None else {}
         places = self._variable_places.get(call_name(tree.call), ())
-        if first_line is None:
-            first_line = forward_line(self._captured.modules[tree.fqn].module)
-        return CallVariables(places, first_line, none_variables)
+        line = first_line(self._source.forward_of(tree.fqn)) if method_line is None else method_line
+        return CallVariables(places, line, none_variables)
 
     def stage_part(
         self, members: StageMembers, called: CallValues, variables: CallVariables, defaults: Sequence[str]
@@ -213,24 +212,29 @@ class CallReader:
             whole_methods,
             unread_tensors=frozenset(name for name in unread if name in tensors and stage_part is None),
             texts=self._texts,
+            feature_lines=frozenset(
+                self._source.line_within(tree.fqn, node) for node in tree.nodes() if node in self._parameter_values
+            ),
         )
         if all_branches:
             surroundings = replace(
                 surroundings,
+                feature_lines=None,
                 lines=self._class_lines.graph_lines(tree.fqn),
                 module_lines=self._class_lines.module_lines(tree.fqn),
             )
             lines = self._class_lines.executed(tree.fqn)
 
-        def of_method(first_line: int, call_lines: frozenset[int]) -> ForwardSurroundings:
+        def of_method(method_line: int, call_lines: frozenset[int]) -> ForwardSurroundings:
             chains = [self._source.lines_within(tree.fqn, node) for node in tree.nodes()]
             method_lines = {chain[1][1] for chain in chains if len(chain) > 1 and chain[0][1] in call_lines}
             return replace(
                 surroundings,
                 stage_part=None,
                 unread=frozenset(),
-                value=partial(value_of, self.variables(tree, first_line)),
+                value=partial(value_of, self.variables(tree, method_line)),
                 lines=frozenset(method_lines),
+                feature_lines=None,
                 of_method=None,
             )
 

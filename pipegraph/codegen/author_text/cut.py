@@ -74,14 +74,21 @@ class FunctionCut:
             UnwritableError: it has statements that cannot be cut line by line.
         """
         function = self._function
-        shift, body = function.col_offset, _without_docstring(function.body)
+        shift, body = function.col_offset, without_docstring(function.body)
         if not body:
             raise UnwritableError("its forward has no statement")
-        end = self._header_end(function.lineno, body[0])
+        end = self._header_end(function.lineno, function.body[0])
         header = self._moved(function.lineno, end, shift)
-        lines = _trimmed(self._block(body, end, shift))
+        if body is not function.body:
+            docstring_end = function.body[0].end_lineno or end
+            header += self._moved(end + 1, docstring_end, shift)
+            end = docstring_end
+        block = self._block(body, end, shift)
+        lines = _trimmed(block)
         if not lines:
             raise UnwritableError("it never ran")
+        if body is not function.body:
+            header += itertools.takewhile(lambda line: not line.text, block)
         if not all(line.text.isprintable() for line in (*header, *lines)):
             # Tabs do not mix with the spaces of a package; other such characters show a text that is not what runs.
             raise UnwritableError("it has characters that cannot be printed")
@@ -255,7 +262,8 @@ def _is_elif(statement: ast.If, lines: Sequence[str]) -> bool:
     )
 
 
-def _without_docstring(body: Sequence[ast.stmt]) -> Sequence[ast.stmt]:
+def without_docstring(body: Sequence[ast.stmt]) -> Sequence[ast.stmt]:
+    """The statements of a function after its docstring."""
     first = body[0]
     is_docstring = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
     return body[1:] if is_docstring else body

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from pipegraph.codegen.author_text.cut import TextLine, UnwritableError
+from pipegraph.codegen.syntax.line_breaks import LINE_LENGTH
+
+_CLASS_INDENT: Final = 4
 
 Place = tuple[int, int]
 """A line, from 1, and a column, in bytes of UTF-8."""
@@ -52,6 +55,18 @@ def _text(lines: Sequence[TextLine | None], at: int) -> bytes:
     if line is None:
         raise UnwritableError("two edits share a line")
     return line.text.encode()
+
+
+def on_one_line(lines: Sequence[str]) -> str | None:
+    """Lines of one statement or header as one; None if it is too long, or has a comment or a long text in it."""
+    text = lines[0]
+    for line in map(str.strip, lines[1:]):
+        if line.startswith((")", "]")):
+            text = text.removesuffix(",") + line
+        else:
+            text += line if text.endswith(("(", "[")) else f" {line}"
+    has_comment = any(mark in line for line in lines[:-1] for mark in ("#", "\\", '"""', "'''"))
+    return None if has_comment or len(text) > LINE_LENGTH - _CLASS_INDENT else text
 
 
 class UsedSides(ast.NodeTransformer):

@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, Final
 
-from pipegraph.codegen.author_text.cut import TextLine
-from pipegraph.codegen.author_text.edits import Edit, Place, edited, present
+from pipegraph.codegen.author_text.cut import TextLine, UnwritableError
+from pipegraph.codegen.author_text.edits import Edit, Place, edited, end_of, on_one_line, present, start_of
 from pipegraph.codegen.author_text.names import StagePart, import_of
 from pipegraph.codegen.author_text.statements import SELF, header_end, parsed
+from pipegraph.codegen.syntax.expressions import literal
 from pipegraph.codegen.syntax.line_breaks import LINE_LENGTH
 
 _CLASS_INDENT: Final = 4
@@ -42,6 +43,44 @@ def with_known_annotations(
     return changed, parsed(changed)
 
 
+def as_method(lines: Sequence[TextLine], name: str, parameter: str, owner: object) -> list[TextLine]:
+    """A function as a method of the module that it takes.
+
+    Args:
+        name: of the method.
+        parameter: the parameter that has the module.
+        owner: the object whose method the function is; None for a function. Its plain attributes become values.
+
+    Raises:
+        UnwritableError: it reads something else of its owner, or it assigns the parameter.
+    """
+    tree = parsed(lines)
+    outer = {} if owner is None else {tree.args.args[0].arg: owner}
+    position = len(outer)
+    if len(tree.args.args) <= position or tree.args.posonlyargs or tree.args.args[position].arg != parameter:
+        raise UnwritableError("it takes its module after other arguments")
+    edits = list[Edit]()
+    attributes = {id(node.value): node for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for node in (node for statement in tree.body for node in ast.walk(statement)):
+        if not isinstance(node, ast.Name) or node.id not in {parameter, *outer}:
+            continue
+        if not isinstance(node.ctx, ast.Load):
+            raise UnwritableError(f"it assigns {node.id}")
+        if node.id == parameter:
+            edits.append(Edit(start_of(node), end_of(node), SELF))
+            continue
+        attribute = attributes.get(id(node))
+        value = getattr(owner, attribute.attr, owner) if attribute is not None else owner
+        if attribute is None or not (value is None or isinstance(value, (bool, int, float, str))):
+            raise UnwritableError(f"it reads {node.id}, which is no module")
+        edits.append(Edit(start_of(attribute), end_of(attribute), literal(value).text))
+    body = present(edited(lines, edits))[header_end(lines, tree) :]
+    del tree.args.args[:position]
+    tree.args.args[0] = ast.arg(SELF)
+    tree.name = name
+    return [*(TextLine(text, 0) for text in _header(tree)), *body]
+
+
 def without_parameters(lines: Sequence[TextLine], names: AbstractSet[str]) -> list[TextLine]:
     """A function without some of its parameters."""
     remaining = list(lines)
@@ -57,11 +96,8 @@ def without_parameters(lines: Sequence[TextLine], names: AbstractSet[str]) -> li
         remaining = present(edited(remaining, [Edit(start, end, "")]))
     tree = parsed(remaining)
     header = [line.text for line in remaining[: header_end(remaining, tree)]]
-    if len(header) > 1 and not any("#" in line for line in header):  # it may fit on fewer lines
-        text = " ".join(line.strip() for line in header).replace("( ", "(").replace(", )", ")").replace(" )", ")")
-        if len(text) <= LINE_LENGTH - _CLASS_INDENT:
-            return [TextLine(text, remaining[0].number), *remaining[len(header) :]]
-    return remaining
+    text = on_one_line(header) if len(header) > 1 else None
+    return remaining if text is None else [TextLine(text, remaining[0].number), *remaining[len(header) :]]
 
 
 def _parts(arguments: ast.arguments) -> list[tuple[ast.arg, ast.expr | None]]:

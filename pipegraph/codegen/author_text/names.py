@@ -188,6 +188,7 @@ class ForwardSurroundings:
             method.
         unread_tensors: those of `unread` that are tensors, whose dtype and device a text may read.
         texts: the texts that modules of the model hold, such as the names of activations.
+        feature_lines: those of `lines` that led to operations on values that depend on parameters; None if any may have.
     """
 
     stage_part: StagePart | None
@@ -203,6 +204,7 @@ class ForwardSurroundings:
     of_method: Callable[[int, frozenset[int]], ForwardSurroundings] | None = None
     unread_tensors: frozenset[str] = frozenset()
     texts: frozenset[str] = frozenset()
+    feature_lines: frozenset[int] | None = None
 
 
 @dataclass

@@ -17,8 +17,17 @@ from torch import nn
 
 from pipegraph.codegen.author_text.constructors import CONTAINERS
 from pipegraph.codegen.author_text.cut import FunctionCut, TextLine, UnwritableError
-from pipegraph.codegen.author_text.edits import Edit, OpenSizes, UsedSides, edited, present, replacement
-from pipegraph.codegen.author_text.headers import part_header, with_known_annotations, without_parameters
+from pipegraph.codegen.author_text.edits import (
+    Edit,
+    OpenSizes,
+    UsedSides,
+    edited,
+    end_of,
+    present,
+    replacement,
+    start_of,
+)
+from pipegraph.codegen.author_text.headers import as_method, part_header, with_known_annotations, without_parameters
 from pipegraph.codegen.author_text.names import (
     STANDARD,
     WITH_EFFECTS,
@@ -62,7 +71,7 @@ from pipegraph.codegen.author_text.statements import (
 from pipegraph.codegen.author_text.tables import table_expression
 from pipegraph.codegen.syntax.expressions import Name, literal
 from pipegraph.graph.calls import FunctionRun, ModuleValue
-from pipegraph.graph.captured import ExecutedLines, LineStep
+from pipegraph.graph.captured import ExecutedLines, ForwardFunction, LineStep
 from pipegraph.graph.export.executed_lines import is_of_model
 from pipegraph.graph.model_structure import is_layer_of_torch
 
@@ -82,7 +91,8 @@ def names_of_module(
     Raises:
         UnwritableError: they read something that a package does not have.
     """
-    function = inspect.unwrap(type(module).forward)
+    forward = lines.forwards.get(fqn)
+    function = inspect.unwrap(type(module).forward if forward is None else forward.function)
     if not isinstance(function, FunctionType):
         raise UnwritableError("its forward is not written in Python")
     file = function.__code__.co_filename
@@ -181,7 +191,12 @@ class _SourceReader:
             function.__code__.co_firstlineno,
             self._lines.modules.get(self._fqn, frozenset()),
         )
-        text = _Text(self, function, self._simplified(cut, function))
+        lines = self._simplified(cut, function)
+        forward = self._lines.forwards.get(self._fqn)
+        if forward is not None:
+            _check_parameters(function, forward, inspect.unwrap(type(self._module).forward))
+            lines = as_method(lines, "forward", forward.parameter, forward.owner)
+        text = _Text(self, function, lines)
         parts = list(text.parts(surroundings))
         if self._names.attributes_set and not text.returns_last:
             raise UnwritableError("it sets attributes, and returns before its last statement")
@@ -223,10 +238,33 @@ class _SourceReader:
             code = inspect.unwrap(function).__code__
             steps = self._lines.functions.get((code.co_filename, code.co_firstlineno), frozenset())
         text = self._text(function, steps)
-        file = inspect.unwrap(function).__code__.co_filename
+        code = inspect.unwrap(function).__code__
+        if code.co_name != name and steps and code.co_varnames[:1] == (SELF,):
+            text = as_method(text, name, SELF, None)
+        file = code.co_filename
         if any((file, line.number) in self._surroundings.graph_lines for line in text):
             raise UnwritableError(f"{name} computes something else than the graph")
         self._names.methods[name] = (*decorators, *text)
+
+    def add_function_as_method(self, function: FunctionType, name: str) -> None:
+        """Add a function that takes the module first as a method of the class."""
+        if name in self._names.methods:
+            return
+        code = function.__code__
+        if code.co_name != name or not code.co_argcount:
+            raise UnwritableError(f"{name} is defined under another name")
+        self._names.methods[name] = ()  # so that a function that calls itself ends
+        self._check_closure(function)
+        parameter = code.co_varnames[0]
+        last = max(line for _, _, line in code.co_lines() if line is not None)
+        steps = frozenset(
+            step
+            for step in self._lines.modules.get(self._fqn, ())
+            if step.file == code.co_filename and code.co_firstlineno <= step.start <= last
+        ) or self._lines.functions.get((code.co_filename, code.co_firstlineno), frozenset())
+        cut = FunctionCut(code.co_filename, code.co_firstlineno, steps)
+        lines = as_method(self._simplified(cut, function), name, parameter, None)
+        self._names.methods[name] = tuple(_Text(self, function, lines).resolved())
 
     def add_mixed_method(self, name: str, call_lines: frozenset[int]) -> None:
         """Add a method, of which some statements are written from the graph.
@@ -472,7 +510,7 @@ class _Text:
         edits = len(self._edits)
         try:
             with self._names.undone_on_error():
-                self._keep(statement, unknown, none_variables, surroundings)
+                self._keep(statement, numbers, unknown, none_variables, surroundings)
         except UnwritableError as reason:
             methods = [name for name in called_once(statement, self._tree) if self._has_method(name)]
             if surroundings.of_method is None or len(methods) != 1 or methods[0] in self._names.methods:
@@ -481,7 +519,7 @@ class _Text:
             try:
                 self._reader.add_mixed_method(methods[0], numbers)
                 self._names.methods[methods[0]] = ()
-                self._keep(statement, unknown, none_variables, surroundings)
+                self._keep(statement, numbers, unknown, none_variables, surroundings)
             except UnwritableError:
                 raise reason from None
 
@@ -492,6 +530,7 @@ class _Text:
     def _keep(
         self,
         statement: ast.stmt,
+        numbers: frozenset[int],
         unknown: AbstractSet[str],
         none_variables: AbstractSet[str],
         surroundings: ForwardSurroundings,
@@ -523,7 +562,12 @@ class _Text:
         methods = {name: "\n".join(line.text for line in lines) for name, lines in self._names.methods.items()}
         called = {**methods, **self._names.functions}
         trees = [statement, *(ast.parse(text) for name, text in called.items() if name not in texts)]
-        if self._module is not None and any(divides_features(self._module, tree, self._tree) for tree in trees):
+        has_features = surroundings.feature_lines is None or not numbers.isdisjoint(surroundings.feature_lines)
+        if (
+            self._module is not None
+            and has_features
+            and any(divides_features(self._module, tree, self._tree) for tree in trees)
+        ):
             raise UnwritableError("it names numbers of features, which ranks along tp divide")
 
     def _without_none(self, statement: ast.stmt, none_variables: AbstractSet[str]) -> list[Edit]:
@@ -579,15 +623,39 @@ class _Text:
         calls = [node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and is_super(node.value)]
         if supers:
             self._names.base = self._reader.base_of(self._function, calls, len(supers))
+        takers = self._functions_taking_the_module(tree)
         for node in ast.walk(tree):
             check_node(node)
             if isinstance(node, ast.Attribute) and is_self(node.value) and self._module is not None:
                 self._read_attribute(node, self._parents)
             elif isinstance(node, ast.Name) and not is_stored(node):
+                if id(node) in takers:
+                    continue
                 if node.id == SELF and self._module is not None and id(node) not in self._owners | tested:
                     raise UnwritableError("it hands itself on")
                 if node.id not in self._local and id(node) not in supers:
                     self._read_global(node.id)
+
+    def _functions_taking_the_module(self, tree: ast.AST) -> set[int]:
+        """Make methods of the functions that a part of the text calls with its module, ``project(self, x)``.
+
+        Returns:
+            the ids of the nodes of these functions and modules.
+        """
+        nodes = set[int]()
+        for node in ast.walk(tree) if self._module is not None else ():
+            match node:
+                case ast.Call(ast.Name(name) as called, [ast.Name("self") as module, *others]):
+                    function = inspect.unwrap(self._namespace.get(name, name))
+                case _:
+                    continue
+            if name in self._local or not isinstance(function, FunctionType) or hasattr(self._module, name):
+                continue
+            self._reader.add_function_as_method(function, name)
+            nodes |= {id(called), id(module)}
+            following = min(map(start_of, [*others, *node.keywords]), default=end_of(module))
+            self._edits += [replacement(called, f"self.{name}"), Edit(start_of(module), following, "")]
+        return nodes
 
     # ---- attributes --------------------------------------------------------------------------------------------------
 
@@ -700,6 +768,20 @@ def _nodes_on(tree: ast.FunctionDef, lines: Sequence[TextLine], numbers: frozens
             yield from map(id, ast.walk(statement))
         else:
             waiting += (node for node in ast.walk(statement) if isinstance(node, ast.stmt) and node is not statement)
+
+
+def _check_parameters(function: FunctionType, forward: ForwardFunction, of_class: Callable[..., Any]) -> None:
+    """Raise UnwritableError if a function takes its arguments in another order than the ``forward`` of a class."""
+    named = [
+        [parameter for parameter, value in inspect.signature(taker).parameters.items() if value.kind not in _VARIADIC]
+        for taker in (function, of_class)
+    ]
+    parameters = named[0][named[0].index(forward.parameter) + 1 :]
+    if named[1][1:] != parameters[: len(named[1]) - 1]:
+        raise UnwritableError("it hands its module to a function with other parameters")
+
+
+_VARIADIC: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def _code_of(owner: type, name: str) -> Any:

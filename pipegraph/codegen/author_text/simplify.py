@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, Final
 
-from pipegraph.codegen.author_text.cut import FunctionCut, TextLine, UnwritableError
-from pipegraph.codegen.author_text.edits import Edit, edited, end_of, present, start_of
-from pipegraph.codegen.author_text.statements import assigns_sizes, is_stored, parsed
+from pipegraph.codegen.author_text.cut import FunctionCut, TextLine, UnwritableError, without_docstring
+from pipegraph.codegen.author_text.edits import Edit, edited, end_of, on_one_line, present, start_of
+from pipegraph.codegen.author_text.statements import assigns_sizes, is_stored, parsed, variables
 from pipegraph.graph.captured import ExecutedLines
 from pipegraph.graph.export.executed_lines import is_of_model
 
@@ -90,7 +90,7 @@ class CalledFunctions:
             tree = parsed(remaining)
             edits = _edits_of_calls(tree, callee_of) or _edits_of_unread_targets(tree)
             if edits:
-                remaining = present(edited(remaining, edits))
+                remaining = _with_short_statement(present(edited(remaining, edits)), edits[0].start[0])
                 continue
             statement = next(_vain_statements(tree), None)
             if statement is None:
@@ -109,7 +109,7 @@ class CalledFunctions:
 
 def _result(tree: ast.FunctionDef) -> str:
     """The parameter that a function returns and does nothing else; "None" for None, empty for anything else."""
-    match tree.body:
+    match without_docstring(tree.body):
         case [ast.Return(ast.Name(id=name))] if any(argument.arg == name for argument in _named_parameters(tree)):
             return name
         case [ast.Return(None | ast.Constant(None))] | [ast.Pass()]:
@@ -200,20 +200,41 @@ def _is_pure(expression: ast.expr) -> bool:
     )
 
 
+def _with_short_statement(lines: Sequence[TextLine], number: int) -> list[TextLine]:
+    """A function, with the statement around a line on one line if it fits there after an edit."""
+    tree = parsed(lines)
+    around = [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and not hasattr(node, "body")]
+    statement = next((node for node in around if node.lineno <= number <= (node.end_lineno or 0)), None)
+    if statement is None:
+        return list(lines)
+    first, last = statement.lineno - 1, statement.end_lineno or statement.lineno
+    text = on_one_line([line.text for line in lines[first:last]])
+    if last - first == 1 or text is None:
+        return list(lines)
+    changed = [*lines[:first], TextLine(text, lines[first].number), *lines[last:]]
+    return changed if ast.dump(parsed(changed)) == ast.dump(tree) else list(lines)
+
+
 # ---- statements ------------------------------------------------------------------------------------------------------
 
 
 def _edits_of_unread_targets(tree: ast.FunctionDef) -> list[Edit]:
-    """The edits that leave an unused constant out of a statement: ``_, state = None, None`` is ``state = None``."""
+    """The edits that leave a constant that is not read out of a statement: ``size, state = None, None`` is
+    ``state = None``."""
+    read = variables(tree, ast.Load)
     for node in ast.walk(tree):
         match node:
             case ast.Assign([ast.Tuple(elts=[_, _] as targets) as target], ast.Tuple(elts=[_, _] as values) as value):
                 pass
             case _:
                 continue
-        names = [element.id if isinstance(element, ast.Name) else "" for element in targets]
-        if names.count("_") == 1 and all(isinstance(element, ast.Constant) for element in values):
-            at = 1 - names.index("_")
+        used = [at for at, element in enumerate(targets) if getattr(element, "id", None) in read]
+        if (
+            len(used) == 1
+            and all(isinstance(element, ast.Name) for element in targets)
+            and all(isinstance(element, ast.Constant) for element in values)
+        ):
+            at = used[0]
             return [
                 Edit(start_of(target), end_of(target), ast.unparse(targets[at])),
                 Edit(start_of(value), end_of(value), ast.unparse(values[at])),
@@ -274,8 +295,8 @@ def _is_vain_if(statement: ast.stmt, read: AbstractSet[str]) -> bool:
 def _is_overwritten(statement: ast.stmt, following: Sequence[ast.stmt]) -> bool:
     """Return whether a statement assigns constants to variables that are assigned again before they are read."""
     match statement:
-        case ast.Assign([ast.Name(id=name)], ast.Constant()):
-            return _is_dead(name, following)
+        case ast.Assign(targets, ast.Constant()):
+            return all(isinstance(target, ast.Name) and _is_dead(target.id, following) for target in targets)
     return False
 
 

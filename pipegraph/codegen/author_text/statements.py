@@ -127,6 +127,10 @@ _OPENED: Final = frozenset({"view", "reshape", "unflatten"})
 """Those in which one size may be -1."""
 
 
+_SPLIT: Final = 2
+"""The sizes into which an ``unflatten`` splits the features of all heads."""
+
+
 def may_divide_features(module: nn.Module, function: ast.AST) -> bool:
     """Return whether a module has linear layers whose features ranks along `tp` may divide.
 
@@ -175,16 +179,33 @@ def divides_features(module: nn.Module, tree: ast.AST, function: ast.AST) -> boo
             not isinstance(node, ast.Call)
             or not isinstance(node.func, ast.Attribute)
             or node.func.attr not in _RESHAPES
+            or _is_argument(node.func.value, function)
         ):
             continue
         match node.args:
             case [ast.Name(id=name) | ast.Starred(value=ast.Name(id=name))]:
                 sizes = shapes.get(name, node.args)
+            case [ast.Tuple(elts=sizes)]:
+                pass
+            case [_, ast.Tuple(elts=sizes)] if node.func.attr == "unflatten":
+                if len(sizes) == _SPLIT and isinstance(sizes[0], ast.UnaryOp):
+                    continue  # x.unflatten(-1, (-1, self.head_dim)): ranks divide the number of heads
             case _:
                 sizes = node.args
         if _names_features(sizes, may_be_open=node.func.attr in _OPENED):
             return True
     return False
+
+
+def _is_argument(value: ast.expr, function: ast.AST) -> bool:
+    """Return whether a value is an argument of a function: a module with linear layers takes all features."""
+    if not isinstance(value, ast.Name) or not isinstance(function, ast.FunctionDef):
+        return False
+    is_parameter = any(argument.arg == value.id for argument in function.args.args)
+    return is_parameter and not any(
+        isinstance(node, ast.Name) and node.id == value.id and is_stored(node) and node.lineno < value.lineno
+        for node in ast.walk(function)
+    )
 
 
 def opened_sizes(function: ast.FunctionDef) -> Iterator[ast.expr]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from torch import fx, nn
+from torch import fx
 
 from pipegraph.graph.calls import CallValues, VariablePlace, result_place
 
@@ -27,9 +27,9 @@ def variables_by_call(nodes: Iterable[fx.Node]) -> dict[str, list[Variable]]:
     return by_call
 
 
-def forward_line(module: nn.Module) -> int:
-    """The line on which the ``forward`` of a module begins; 0 if it is not written in Python."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+def first_line(function: Callable[..., object]) -> int:
+    """The line on which a function begins; 0 if it is not written in Python."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
     return 0 if code is None else int(code.co_firstlineno)
 
 

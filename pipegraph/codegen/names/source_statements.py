@@ -302,9 +302,16 @@ class SourceStatements:
                 return parameter
         return None
 
+    def forward_of(self, fqn: str) -> Callable[..., object]:
+        """The ``forward`` of a module, or the function to which that hands the module."""
+        lines = self._captured.lines
+        if lines is not None and fqn in lines.forwards:
+            return lines.forwards[fqn].function
+        return type(self._captured.modules[fqn].module).forward
+
     def of_forward(self, fqn: str) -> list[SourceStatement]:
         """The statements of the ``forward`` of a module."""
-        file, first, last = _lines_of(type(self._captured.modules[fqn].module).forward)
+        file, first, last = _lines_of(self.forward_of(fqn))
         statements = _statements(file) if file else {}
         return list(dict.fromkeys(statements[line] for line in range(first, last + 1) if line in statements))
 
@@ -330,8 +337,8 @@ class SourceStatements:
         frames = _frames(node.meta["stack_trace"])
         first, stop, position = 0, len(frames), -1
         for _, module_fqn in path_of(node):
-            module = self._captured.modules.get(module_fqn)
-            entered = None if module is None else _entered(type(module.module).forward, frames, position + 1)
+            is_module = module_fqn in self._captured.modules
+            entered = _entered(self.forward_of(module_fqn), frames, position + 1) if is_module else None
             if entered is not None:
                 first = entered if module_fqn == fqn else first
                 stop = entered if module_fqn == inner else stop
@@ -341,11 +348,7 @@ class SourceStatements:
     def line_within(self, fqn: str, node: fx.Node) -> int:
         """The line of the ``forward`` of the module ``fqn`` that led to an operation; 0 if it is not known."""
         lines = self.lines_within(fqn, node)
-        return (
-            lines[0][1]
-            if lines and lines[0][0] == _lines_of(type(self._captured.modules[fqn].module).forward)[0]
-            else 0
-        )
+        return lines[0][1] if lines and lines[0][0] == _lines_of(self.forward_of(fqn))[0] else 0
 
 
 # ---- stack traces ----------------------------------------------------------------------------------------------------

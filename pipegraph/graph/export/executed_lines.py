@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Final
 
 import sympy
@@ -18,7 +18,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from pipegraph.graph.captured import ExecutedLines, LineStep
+from pipegraph.graph.captured import ExecutedLines, ForwardFunction, LineStep
+from pipegraph.graph.export.handed_modules import forward_function, handed_module
 from pipegraph.graph.export.operation_record import without_memory
 
 _STANDARD_LIBRARY: Final = tuple(f"{path}/" for path in {sysconfig.get_path("stdlib"), str(Path(ast.__file__).parent)})
@@ -41,6 +42,7 @@ class LineRecorder:
         self._by_function: dict[tuple[str, int], set[LineStep]] = defaultdict(set)
         # The module, the name and the line → whether the variable was None each time.
         self._is_none: dict[int, dict[tuple[str, int], bool]] = defaultdict(dict)
+        self._forwards: dict[int, dict[CodeType, ForwardFunction | None]] = defaultdict(dict)  # by module
         self._has_failed = False
 
     @contextmanager
@@ -70,13 +72,24 @@ class LineRecorder:
             {fqn: frozenset(self._by_module[key]) for fqn, key in modules if key in self._by_module},
             {function: frozenset(steps) for function, steps in self._by_function.items()},
             {fqn: dict(self._is_none[key]) for fqn, key in modules if key in self._is_none},
+            {fqn: function for fqn, key in modules if (function := self._forward_function(key)) is not None},
         )
+
+    def _forward_function(self, module: int) -> ForwardFunction | None:
+        """The function to which a module's ``forward`` always hands it; None without one."""
+        functions = list(self._forwards[module].values()) if module in self._forwards else []
+        return functions[0] if len(functions) == 1 else None
 
     def _on_call(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
         code = frame.f_code
         if not is_of_model(code.co_filename):
             return None
         owner = frame.f_locals.get("self") if code.co_varnames[:1] == ("self",) else None
+        handed = handed_module(frame)
+        if handed is not None:
+            owner = handed.module
+            if handed.is_forward:
+                self._forwards[id(owner)][code] = forward_function(frame, handed.parameter)
         variables: dict[tuple[str, int], bool] | None = None
         if isinstance(owner, nn.Module):
             steps, variables = self._by_module[id(owner)], self._is_none[id(owner)]

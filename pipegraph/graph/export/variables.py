@@ -15,6 +15,7 @@ from torch import nn
 from pipegraph.graph.calls import VariablePlace
 from pipegraph.graph.export.executed_lines import UntracedOperations, is_of_model
 from pipegraph.graph.export.function_runs import FunctionRecorder
+from pipegraph.graph.export.handed_modules import handed_module
 from pipegraph.torch_private.export import traced_node
 
 
@@ -68,10 +69,12 @@ class VariableRecorder:
     def _variables_of(self, tracer: Any, frame: FrameType) -> Callable[..., Any] | None:
         """A function that records the variables of a frame; None unless it is a method of the running module."""
         code = frame.f_code
-        if not is_of_model(code.co_filename) or code.co_varnames[:1] != ("self",):
+        if not is_of_model(code.co_filename):
             return None
         call, module = self._running[-1]
-        if frame.f_locals.get("self") is not module:
+        handed = handed_module(frame)
+        owner = frame.f_locals.get("self") if code.co_varnames[:1] == ("self",) else None
+        if (owner if handed is None else handed.module) is not module:
             return None
         values: dict[str, Any] = {}  # holds the values: two that live at once are different objects
         line = 0

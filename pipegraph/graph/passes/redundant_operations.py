@@ -12,7 +12,6 @@ from pipegraph.graph.calls import replace_node
 from pipegraph.graph.nodes import OTHER_DTYPE, arguments_of, shape_of
 from pipegraph.graph.operators import operator_of
 from pipegraph.graph.passes.dtypes import FOLLOWS_BUFFER, said_elsewhere
-from pipegraph.torch_private.fake_tensors import register_grouped_mm
 
 aten = torch.ops.aten
 
@@ -91,20 +90,6 @@ def drop_assertions(graph: fx.Graph) -> None:
     for node in reversed(graph.nodes):
         if operator_of(node).check:
             graph.erase_node(node)
-
-
-def restore_grouped_products(graph: fx.Graph) -> None:
-    """Replace the products of groups that transformers runs while a model is traced by those that it runs otherwise.
-
-    before:  y = transformers.grouped_mm_fallback(x, w, ends)
-    after:   y = _grouped_mm(x, w, ends)
-    """
-    for node in graph.nodes:
-        if str(node.target) == "transformers.grouped_mm_fallback.default":
-            register_grouped_mm()
-            named = arguments_of(node)
-            node.target = aten._grouped_mm.default
-            node.args, node.kwargs = (named["input"], named["weight"], named["offs"]), {}
 
 
 def drop_dead_code(graph: fx.Graph) -> None:

@@ -1,0 +1,28 @@
+"""Special cases of single libraries of models: which, why, and when they can go."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from pipegraph.torch_private.export import replaced
+from pipegraph.torch_private.fake_tensors import register_grouped_mm
+
+
+@contextmanager
+def quirks() -> Iterator[None]:
+    """A context around the capture of a model.
+
+    transformers 5: its experts multiply groups by ``F.grouped_mm``. While they are compiled they run an operation of
+    transformers instead, because Inductor has no ``grouped_mm`` of float32. Stages run it outside of Inductor, so the
+    capture has what runs without a compiler. This can go when ``_can_use_grouped_mm`` no longer asks for a compiler.
+    """
+    experts: Any = sys.modules.get("transformers.integrations.moe")
+    if not hasattr(experts, "_can_use_grouped_mm"):
+        yield
+        return
+    register_grouped_mm()
+    with replaced(experts, "_can_use_grouped_mm", lambda original, *arguments, **named: True):
+        yield
