@@ -188,7 +188,8 @@ class ForwardSurroundings:
             method.
         unread_tensors: those of `unread` that are tensors, whose dtype and device a text may read.
         texts: the texts that modules of the model hold, such as the names of activations.
-        feature_lines: those of `lines` that led to operations on values that depend on parameters; None if any may have.
+        feature_lines: those of `lines` that led to operations on values that depend on parameters; None if any may
+            have.
     """
 
     stage_part: StagePart | None

@@ -653,7 +653,8 @@ class _Text:
                 continue
             self._reader.add_function_as_method(function, name)
             nodes |= {id(called), id(module)}
-            following = min(map(start_of, [*others, *node.keywords]), default=end_of(module))
+            arguments: list[ast.expr | ast.keyword] = [*others, *node.keywords]
+            following = min(map(start_of, arguments), default=end_of(module))
             self._edits += [replacement(called, f"self.{name}"), Edit(start_of(module), following, "")]
         return nodes
 

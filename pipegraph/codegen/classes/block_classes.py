@@ -39,6 +39,7 @@ from pipegraph.codegen.expressions.torch_modules import (
     CallArguments,
     author_arguments,
     base_class,
+    derived_constructor,
     module_constructor,
     recorded_arguments,
     torch_module_call,
@@ -645,7 +646,7 @@ class BlockClasses:
     def _uncalled_leaves(
         self, prefix: str, state: Mapping[str, StateEntry], constructors: Mapping[str, FunctionCall]
     ) -> dict[str, FunctionCall]:
-        """Modules of torch.nn that are not called although their weights are read (an attention's ``out_proj``)."""
+        """Layers of torch that are not called although their weights are read (an attention's ``out_proj``)."""
         leaves: dict[str, FunctionCall] = {}
         for name in state:
             owner, _, _ = name.rpartition(".")
@@ -653,7 +654,9 @@ class BlockClasses:
                 continue
             module = self._module_at(prefix, owner)
             is_leaf = module is not None and not any(True for _ in module.children())
-            constructor = module_constructor(module) if module is not None and is_leaf else None
+            constructor = None
+            if module is not None and is_leaf:
+                constructor = module_constructor(module) or derived_constructor(module)
             if module is None or constructor is None:
                 continue
             names = {f"{owner}.{attribute}" for attribute, _ in (*module.named_parameters(), *module.named_buffers())}

@@ -133,6 +133,17 @@ def base_class(layer: type[nn.Module], module: nn.Module) -> BaseClass | None:
     return BaseClass(written.function.text, written.arguments, frozenset(shapes), frozenset(settings))
 
 
+def derived_constructor(module: nn.Module) -> FunctionCall | None:
+    """The constructor of the layer of torch from which the class of a module derives, if that has all its tensors."""
+    layers = (cls for cls in type(module).__mro__ if cls.__module__.startswith("torch.nn.modules"))
+    layer = next(layers)
+    if not hasattr(nn, layer.__name__) or any(True for _ in module.children()):
+        return None
+    base = base_class(layer, module)
+    is_whole = base is not None and base.tensors == frozenset(_shapes(module))
+    return FunctionCall(Name(base.name), base.arguments) if base is not None and is_whole else None
+
+
 def _constructor_call(cls: type[nn.Module], values: Mapping[str, Any]) -> FunctionCall | None:
     arguments: list[Argument] = []
     for name, entry in _parameters(cls).items():
