@@ -11,6 +11,7 @@ stage ─ differentiate ─▶ blocks: equal module calls, traced once ─┐
 
 from pipegraph.kernels.interface import (
     DrawKeys,
+    Dynamic,
     Forward,
     Loss,
     LowPrecisionKernels,
@@ -19,10 +20,11 @@ from pipegraph.kernels.interface import (
     SizedKernels,
     StageKernels,
 )
-from pipegraph.kernels.registry import Maker, make, maker, makers, names
+from pipegraph.kernels.registry import Maker, VariantOptions, make, maker, makers, names
 
 __all__ = [
     "DrawKeys",
+    "Dynamic",
     "Forward",
     "Loss",
     "LowPrecisionKernels",
@@ -31,6 +33,7 @@ __all__ = [
     "SeededKernels",
     "SizedKernels",
     "StageKernels",
+    "VariantOptions",
     "make",
     "maker",
     "makers",

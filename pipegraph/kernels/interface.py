@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from torch import Tensor
 Loss = Callable[[tuple[Tensor, ...], Any], Any]
 """(the stage's outputs, one microbatch's target) → a loss without dimensions, or (loss, metrics): tensors by name, also
 without dimensions."""
+
+Dynamic = bool | Literal["auto"]
+"""Whether kernels are for all sizes; "auto" for those that are made when a third shape arrives."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from pipegraph.arguments import argument, require_type
 from pipegraph.errors import PipegraphError, closest, nearest
 from pipegraph.kernels.autograd import AutogradKernels
 from pipegraph.kernels.cuda_graphs import MakeRecorder
-from pipegraph.kernels.interface import Loss, StageKernels
+from pipegraph.kernels.interface import Dynamic, Loss, StageKernels
 from pipegraph.recompute import DEFAULT, Recompute
 
 if TYPE_CHECKING:
@@ -22,18 +22,50 @@ if TYPE_CHECKING:
 Maker = Callable[[nn.Module, Sequence[bool], Sequence[bool], Loss | None], StageKernels]
 """(stage, which inputs need a gradient, for which outputs one arrives, the loss after the last stage) → kernels"""
 
-MakeMakers = Callable[[Sequence["Recompute | Regions"], int, bool, MakeRecorder | None], list[Maker]]
+
+@dataclass(frozen=True)
+class VariantOptions:
+    """How often the kernels of a stage are traced.
+
+    Attributes:
+        max_variants: how many variants of a stage are traced, for different modes, dtypes, branches on sizes and so
+            on. Further ones are left to autograd, with a warning.
+        strict: whether that, and a stage that cannot be traced, is an error instead.
+        dynamic: whether kernels are for all sizes from the first call (True), for one shape each (False), or for one
+            shape each until the third shape ("auto").
+        recorder: makes what records kernels as CUDA graphs; None to launch them one by one.
+
+    Raises:
+        PipegraphError: an attribute has another value.
+    """
+
+    max_variants: int = 8
+    strict: bool = False
+    dynamic: Dynamic = "auto"
+    recorder: MakeRecorder | None = None
+
+    def __post_init__(self) -> None:
+        require_type(self.max_variants, int, "max_variants is a whole number from 1 on", "max_variants=8")
+        if self.max_variants < 1:
+            raise PipegraphError(f"max_variants cannot be {self.max_variants}: a stage is traced at least once.", "8.")
+        if not isinstance(self.dynamic, bool) and self.dynamic != "auto":
+            raise PipegraphError(
+                f"dynamic cannot be {self.dynamic!r}: kernels are for all sizes, for one shape each, or for all sizes "
+                "from the third shape.",
+                f"dynamic=True, dynamic=False or {argument('dynamic', 'auto')}.",
+            )
 
 
-def _autograd(
-    recompute: Sequence[Recompute | Regions], max_variants: int, strict: bool, recorder: MakeRecorder | None
-) -> list[Maker]:
-    if recorder is not None:
+MakeMakers = Callable[[Sequence["Recompute | Regions"], VariantOptions], list[Maker]]
+
+
+def _autograd(recompute: Sequence[Recompute | Regions], variants: VariantOptions) -> list[Maker]:
+    if variants.recorder is not None:
         raise PipegraphError(
             f"{argument('kernels', 'autograd')} leaves every stage to autograd, of which no CUDA graph is recorded.",
             f"{argument('kernels', 'inductor')}.",
         )
-    if strict:
+    if variants.strict:
         raise PipegraphError(
             'kernels="autograd" leaves every stage to autograd, which strict=True refuses.', "one of the two."
         )
@@ -41,9 +73,7 @@ def _autograd(
 
 
 def _traced(name: str) -> MakeMakers:
-    def makers(
-        recompute: Sequence[Recompute | Regions], max_variants: int, strict: bool, recorder: MakeRecorder | None
-    ) -> list[Maker]:
+    def makers(recompute: Sequence[Recompute | Regions], variants: VariantOptions) -> list[Maker]:
         from pipegraph.kernels.compilers import compiler, options  # which import torch's compiler
         from pipegraph.kernels.traced import TracedKernels
 
@@ -53,9 +83,10 @@ def _traced(name: str) -> MakeMakers:
                 TracedKernels,
                 compiler=compiler(name),
                 options=replace(shared, recompute=choice),
-                max_variants=max_variants,
-                strict=strict,
-                recorder=recorder,
+                max_variants=variants.max_variants,
+                strict=variants.strict,
+                dynamic=variants.dynamic,
+                recorder=variants.recorder,
             )
             for choice in recompute
         ]
@@ -85,41 +116,26 @@ def check_name(name: str) -> None:
 
 
 def makers(
-    name: str,
-    recompute: Sequence[Recompute | Regions],
-    max_variants: int = 8,
-    strict: bool = False,
-    recorder: MakeRecorder | None = None,
+    name: str, recompute: Sequence[Recompute | Regions], variants: VariantOptions = VariantOptions()
 ) -> list[Maker]:
     """Return what makes the kernels of each stage of a pipeline. The stages share equal blocks.
 
     Args:
         name: one of `names()`.
         recompute: what the backward of each stage computes again.
-        max_variants: how many variants of a stage are traced, for different modes, dtypes, branches on sizes and so
-            on. Further ones are left to autograd, with a warning.
-        strict: whether that, and a stage that cannot be traced, is an error instead.
-        recorder: makes what records kernels as CUDA graphs; None to launch them one by one.
+        variants: how often the kernels of a stage are traced.
 
     Raises:
         PipegraphError: an argument has another value.
     """
     check_name(name)
-    require_type(max_variants, int, "max_variants is a whole number from 1 on", "max_variants=8")
-    if max_variants < 1:
-        raise PipegraphError(f"max_variants cannot be {max_variants}: a stage is traced at least once.", "8.")
-    return _MAKERS[name](recompute, max_variants, strict, recorder)
+    return _MAKERS[name](recompute, variants)
 
 
-def maker(
-    name: str,
-    recompute: Any = DEFAULT,
-    max_variants: int = 8,
-    strict: bool = False,
-    recorder: MakeRecorder | None = None,
-) -> Maker:
-    """Return what makes the kernels of stages that recompute alike. The arguments are as for `makers` and `make`."""
-    (stage_maker,) = makers(name, [_parsed(recompute)], max_variants, strict, recorder)
+def maker(name: str, recompute: Any = DEFAULT, **options: Any) -> Maker:
+    """Return what makes the kernels of stages that recompute alike. The arguments are as for `makers` and `make`, and
+    the attributes of `VariantOptions`."""
+    (stage_maker,) = makers(name, [_parsed(recompute)], VariantOptions(**options))
     return stage_maker
 
 

@@ -17,7 +17,7 @@ from pipegraph.kernels.autograd import AutogradKernels
 from pipegraph.kernels.blocks.differentiate import TraceOptions
 from pipegraph.kernels.blocks.divided_function import DividedFunction, reason_of
 from pipegraph.kernels.cuda_graphs import MakeRecorder
-from pipegraph.kernels.interface import DrawKeys, Forward, Loss, StageKernels
+from pipegraph.kernels.interface import DrawKeys, Dynamic, Forward, Loss, StageKernels
 from pipegraph.kernels.loss import check_memory
 from pipegraph.kernels.program import Compiler
 from pipegraph.kernels.sharded import local
@@ -55,12 +55,16 @@ class ShapeVariants:
     There is more than one symbolic variant if the stage does different things for different sizes. If it cannot be
     traced with symbols, every shape has a static variant.
 
+    Args:
+        dynamic: True for symbolic variants from the first shape on, False for static ones alone.
+
     Attributes:
         refusal: why the stage cannot be traced with symbols, or None.
         reasons: why shapes are left to autograd, each once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dynamic: Dynamic = "auto") -> None:
+        self._dynamic = dynamic
         self.refusal: str | None = None
         self.reasons: dict[str, None] = {}
         self._static: dict[Any, StageVariant | None] = {}
@@ -75,7 +79,14 @@ class ShapeVariants:
     @property
     def is_full(self) -> bool:
         """Whether all variants exist that different sizes alone need: static ones, and one for all other sizes."""
-        return len(self.every) > STATIC
+        return len(self.every) > (STATIC if self._dynamic == "auto" else 0)
+
+    @property
+    def _is_symbolic(self) -> bool:
+        """Whether another shape has a symbolic variant."""
+        if isinstance(self._dynamic, bool):
+            return self._dynamic and self.refusal is None
+        return len(self._static) >= STATIC and self.refusal is None
 
     @property
     def is_refused(self) -> bool:
@@ -102,7 +113,7 @@ class ShapeVariants:
                 traced yet, and anything for what cannot be traced.
         """
         self._call_shapes.append(call.shapes)
-        if len(self._static) >= STATIC and self.refusal is None:
+        if self._is_symbolic:
             try:
                 return self._add_symbolic(call, names, trace)
             except (PipegraphError, MadeWhenCalled):
@@ -139,7 +150,7 @@ class ShapeVariants:
 
     def refused(self) -> ShapeVariants | None:
         """Return the shapes that are left to autograd, with the reasons; None without such shapes."""
-        refused = ShapeVariants()
+        refused = ShapeVariants(self._dynamic)
         refused._static = {key: None for key, variant in self._static.items() if variant is None}
         refused.reasons = self.reasons
         return refused if refused._static else None
@@ -157,7 +168,8 @@ class TracedKernels:
 
     A stage is traced at its first call, and again if its mode, `requires_grad`, a dtype, autocast, or the identity of
     its modules, parameters or buffers changes; a stage includes the loss after it. It is also traced for the first two
-    shapes of its inputs, and then once for all others, with symbols for sizes. After `retrace` everything is traced
+    shapes of its inputs, and then once for all others, with symbols for sizes; with ``dynamic=True`` for all sizes at
+    once, with ``dynamic=False`` for each shape. After `retrace` everything is traced
     again. Code that cannot be traced, and a variant beyond `max_variants`, is left to autograd with a warning; with
     `strict`, PipegraphError is raised. With `recorder`, traced kernels are recorded as CUDA graphs.
     """
@@ -173,12 +185,14 @@ class TracedKernels:
         max_variants: int,
         strict: bool = False,
         recorder: MakeRecorder | None = None,
+        dynamic: Dynamic = "auto",
     ) -> None:
         self._stage = StageSpec(stage, tuple(input_gradients), tuple(output_gradients), loss)
         self._compiler = compiler
         self._options = options
         self._max_variants = max_variants
         self._strict = strict
+        self._dynamic = dynamic
         self._autograd = AutogradKernels(stage, input_gradients, output_gradients, loss)
         self._guard: TraceGuard | None = None  # made at the first call: until then the stage may change
         self._names: list[Sequence[Dimension]] = []
@@ -335,7 +349,8 @@ class TracedKernels:
             return FittingVariant(None)
         self._variant_count += is_counted
         try:
-            fit = self._variants.setdefault(key, ShapeVariants()).add(call, self._names, partial(self._trace, guard))
+            variants = self._variants.setdefault(key, ShapeVariants(self._dynamic))
+            fit = variants.add(call, self._names, partial(self._trace, guard))
         except MadeWhenCalled:  # autograd takes this call, which makes what is missing
             self._variant_count -= is_counted
             return FittingVariant(None)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pipegraph.arguments import argument, require_type
 from pipegraph.errors import PipegraphError
-from pipegraph.kernels import Loss, Maker, SizedKernels, StageKernels, makers
+from pipegraph.kernels import Loss, Maker, SizedKernels, StageKernels, VariantOptions, makers
 from pipegraph.kernels.cuda_graphs import CudaGraphRecorder, MakeRecorder
 from pipegraph.kernels.sharded import is_sharded
 from pipegraph.package import Manifest, Package
@@ -105,7 +105,8 @@ def stage_makers(
     recompute = tuple(stage_rule.with_layers(names) for stage_rule in recompute)
     require_type(kernels, (str, Callable), "kernels is a name, or a function that makes them", 'kernels="inductor"')
     if isinstance(kernels, str):
-        return dict(enumerate(makers(kernels, recompute, options.max_variants, options.strict, recorder)))
+        variants = VariantOptions(options.max_variants, options.strict, options.dynamic, recorder)
+        return dict(enumerate(makers(kernels, recompute, variants)))
     return dict.fromkeys(range(len(recompute)), kernels)
 
 

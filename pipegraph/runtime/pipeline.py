@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from pipegraph.errors import PipegraphError, one_line
-from pipegraph.kernels import Maker
+from pipegraph.kernels import Dynamic, Maker
 from pipegraph.kernels.cpu.process import keep_freed_memory
 from pipegraph.package import Package
 from pipegraph.recompute import describe_stages
@@ -152,6 +152,9 @@ class Pipeline:
         pad_to: name of a size → a multiple that it is rounded up to, so that static kernels serve more lengths: inputs
             end in zeros, labels in -100, and outputs keep the padded length. The model must not let padding change
             other positions: it is causal, or has a mask among its inputs, which is padded with zeros, too.
+        dynamic: when kernels are for all sizes: "auto" for kernels of one shape until the third shape of a stage's
+            inputs, True from the first step on, so that no new number of rows and no new length is compiled; False for
+            kernels of each shape, which counts as a variant then.
         broadcast_loss: whether the rank of the last stage broadcasts the loss of each step, so that ``result.loss`` is
             the same number on every rank. Without it other ranks have None.
 
@@ -193,6 +196,7 @@ class Pipeline:
         pad_to: Mapping[str, int] | None = None,
         loss_over: str = "rows",
         broadcast_loss: bool = True,
+        dynamic: Dynamic = "auto",
     ) -> None:
         reduction = LossReduction.from_arguments(loss_reduction, loss_weight, loss_over, broadcast_loss)
         self.kernels = kernels if isinstance(kernels, str) else "custom"
@@ -232,6 +236,7 @@ class Pipeline:
                 max_variants,
                 strict,
                 cuda_graphs,
+                dynamic,
             )
             if world:
                 check_options(world, self.package.manifest, self.schedule, options, reduction)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipegraph.kernels import Maker
+from pipegraph.kernels import Dynamic, Maker
 from pipegraph.package import Manifest, Package
 from pipegraph.runtime import parameters
 from pipegraph.runtime.fully_sharded import ShardedGroup
@@ -49,6 +49,7 @@ class PipelineOptions:
     max_variants: int
     strict: bool
     cuda_graphs: bool
+    dynamic: Dynamic
 
 
 @dataclass(frozen=True)

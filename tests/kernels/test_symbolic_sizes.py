@@ -270,3 +270,37 @@ def test_inductor_compiles_for_all_sizes_on_no_condition() -> None:
     assert (compare.count.static, compare.count.symbolic) == (2, 1)
     if TORCH >= (2, 13):
         assert compare.count.conditions == ((),)
+
+
+@pytest.mark.parametrize(("dynamic", "expected"), [(True, (0, 1)), (False, (4, 0)), ("auto", (2, 1))])
+def test_kernels_are_for_all_sizes_when_the_user_says_so(dynamic: Any, expected: tuple[int, int]) -> None:
+    compare = Comparison(Layers(), dynamic=dynamic)
+    compare.kernels.name_dimensions([["batch", 8]])
+    for rows in (4, 6, 5, 9, 4):
+        compare(torch.randn(rows, 8))
+    assert [(count.static, count.symbolic) for count in compare.counts] == [expected] * len(compare.counts)
+
+
+def test_kernels_of_each_shape_are_variants() -> None:
+    compare = Comparison(Layers(), dynamic=False, max_variants=2)
+    with warned("2 variants", "max_variants") as caught:
+        for rows in (4, 6, 5, 9, 7):
+            compare(torch.randn(rows, 8))
+    assert len(caught) == 1
+    assert (compare.count.static, compare.count.symbolic) == (2, 0)
+
+
+def test_a_stage_without_symbols_has_kernels_of_each_shape() -> None:
+    def steps(stage: Any, x: Tensor) -> Tensor:
+        return stage.a(x * len(x))
+
+    compare = Comparison(Function(steps, **linear("a")), dynamic=True)
+    for rows in (3, 4, 5):
+        compare(torch.randn(rows, 8))
+    assert compare.count.compilations >= 1
+
+
+@pytest.mark.parametrize("dynamic", [None, "always", 1])
+def test_another_choice_is_refused(dynamic: Any) -> None:
+    with refused(PipegraphError, "dynamic", repr(dynamic), advice="dynamic=True"):
+        maker("eager", dynamic=dynamic)
