@@ -141,8 +141,7 @@ class ViewOfTransposed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # halves of the features
-        h = self.inner(x).unflatten(-1, (2, 4)).transpose(1, 2)
-        h = TABLES["last"](h)
+        h = TABLES["last"](self.inner(x).unflatten(-1, (2, 4)).transpose(1, 2))
         h = h.view(x.shape[0], x.shape[1], 8)
         # the residual
         return h.tanh() + x

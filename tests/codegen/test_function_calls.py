@@ -137,12 +137,12 @@ class Transformer(nn.Module):
         return x
 
 
-def test_an_object_that_runs_a_module_leaves_functions_as_calls(tmp_path: Path) -> None:
+def test_the_text_of_an_object_that_runs_a_module_is_that_of_its_forward(tmp_path: Path) -> None:
     torch.manual_seed(2)
     model, batch = Transformer(), (torch.randn(3, 5, 8), torch.randn(5, 4), torch.randn(5, 4))
     package = split(tmp_path, model, batch, cut="layers.1")
     text = source(package)
-    assert "query = rotate(self.query(x), tables, dtype=torch.float64)" in text
+    assert "query = rotate(query, tables, dtype=torch.float64)" in text
     assert "def forward(self, x: Tensor, tables: tuple[Tensor, Tensor] | None = None) -> Tensor:" in text
     assert text.count("def rotate(") == 1
     assert "is_wide" not in text

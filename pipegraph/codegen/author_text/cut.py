@@ -13,6 +13,7 @@ import itertools
 import linecache
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from types import FunctionType
 from typing import NamedTuple
 
 from pipegraph.codegen.names.source_statements import functions_in, source_tree
@@ -33,6 +34,19 @@ class UnwritableError(Exception):
     """The text of a function or of a class cannot stand in a package; says why."""
 
 
+def definition(function: FunctionType) -> ast.FunctionDef:
+    """The statement of a function in its file. Raises UnwritableError."""
+    return _definition(function.__code__.co_filename, function.__code__.co_firstlineno)
+
+
+def _definition(file: str, first_line: int) -> ast.FunctionDef:
+    functions = functions_in(source_tree(file))
+    function = next((node for node in functions if _first_line(node) == first_line), None)
+    if function is None:
+        raise UnwritableError(f"no function of {file} begins on line {first_line}")
+    return function
+
+
 class FunctionCut:
     """A function of a file, cut to what ran.
 
@@ -43,14 +57,10 @@ class FunctionCut:
     """
 
     def __init__(self, file: str, first_line: int, steps: Iterable[LineStep]) -> None:
-        functions = functions_in(source_tree(file))
         self._lines = ["", *(line.rstrip("\n") for line in linecache.getlines(file))]  # counted from 1
         self._steps = {(step.start, step.end) for step in steps if step.file == file}
         self._ran = {line for step in self._steps for line in step}
-        function = next((node for node in functions if _first_line(node) == first_line), None)
-        if function is None:
-            raise UnwritableError(f"no function of {file} begins on line {first_line}")
-        self._function = function
+        self._function = _definition(file, first_line)
 
     @property
     def decorators(self) -> list[str]:

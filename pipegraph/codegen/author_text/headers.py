@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, Final
@@ -43,13 +44,17 @@ def with_known_annotations(
     return changed, parsed(changed)
 
 
-def as_method(lines: Sequence[TextLine], name: str, parameter: str, owner: object) -> list[TextLine]:
+def as_method(
+    lines: Sequence[TextLine], name: str, parameter: str, owner: object = None, header: ast.FunctionDef | None = None
+) -> list[TextLine]:
     """A function as a method of the module that it takes.
 
     Args:
         name: of the method.
         parameter: the parameter that has the module.
         owner: the object whose method the function is; None for a function. Its plain attributes become values.
+        header: the function whose parameters the method has, after which those come that only the other one has; None
+            for its own parameters.
 
     Raises:
         UnwritableError: it reads something else of its owner, or it assigns the parameter.
@@ -75,10 +80,27 @@ def as_method(lines: Sequence[TextLine], name: str, parameter: str, owner: objec
             raise UnwritableError(f"it reads {node.id}, which is no module")
         edits.append(Edit(start_of(attribute), end_of(attribute), literal(value).text))
     body = present(edited(lines, edits))[header_end(lines, tree) :]
-    del tree.args.args[:position]
-    tree.args.args[0] = ast.arg(SELF)
-    tree.name = name
-    return [*(TextLine(text, 0) for text in _header(tree)), *body]
+    arguments, returns = tree.args, tree.returns
+    del arguments.args[:position]
+    if header is not None:
+        arguments, returns = _with_own_parameters(header.args, arguments), header.returns
+    arguments.args[0] = ast.arg(SELF)
+    method = ast.FunctionDef(name, arguments, [ast.Pass()], [], returns)
+    return [*(TextLine(text, 0) for text in _header(method)), *body]
+
+
+def _with_own_parameters(arguments: ast.arguments, own: ast.arguments) -> ast.arguments:
+    """The parameters of one function, and then those that only another one has."""
+    combined = copy.deepcopy(arguments)
+    names = {argument.arg for argument, _ in _parts(arguments)}
+    for argument, default in _parts(own)[1:]:
+        if argument.arg in names or argument in (own.vararg, own.kwarg):
+            continue
+        if default is None:
+            raise UnwritableError(f"nothing is passed for {argument.arg}")
+        combined.kwonlyargs.append(argument)
+        combined.kw_defaults.append(default)
+    return combined
 
 
 def without_parameters(lines: Sequence[TextLine], names: AbstractSet[str]) -> list[TextLine]:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from pipegraph.codegen.author_text.constructors import CONTAINERS
-from pipegraph.codegen.author_text.cut import FunctionCut, TextLine, UnwritableError
+from pipegraph.codegen.author_text.cut import FunctionCut, TextLine, UnwritableError, definition
 from pipegraph.codegen.author_text.edits import (
     Edit,
     OpenSizes,
@@ -66,6 +66,7 @@ from pipegraph.codegen.author_text.statements import (
     returns,
     sets_attributes,
     tests_attribute,
+    unchanged_arguments,
     variables,
 )
 from pipegraph.codegen.author_text.tables import table_expression
@@ -194,8 +195,9 @@ class _SourceReader:
         lines = self._simplified(cut, function)
         forward = self._lines.forwards.get(self._fqn)
         if forward is not None:
-            _check_parameters(function, forward, inspect.unwrap(type(self._module).forward))
-            lines = as_method(lines, "forward", forward.parameter, forward.owner)
+            of_class = inspect.unwrap(type(self._module).forward)
+            _check_parameters(function, forward, of_class)
+            lines = as_method(lines, "forward", forward.parameter, forward.owner, definition(of_class))
         text = _Text(self, function, lines)
         parts = list(text.parts(surroundings))
         if self._names.attributes_set and not text.returns_last:
@@ -240,7 +242,7 @@ class _SourceReader:
         text = self._text(function, steps)
         code = inspect.unwrap(function).__code__
         if code.co_name != name and steps and code.co_varnames[:1] == (SELF,):
-            text = as_method(text, name, SELF, None)
+            text = as_method(text, name, SELF)
         file = code.co_filename
         if any((file, line.number) in self._surroundings.graph_lines for line in text):
             raise UnwritableError(f"{name} computes something else than the graph")
@@ -263,7 +265,7 @@ class _SourceReader:
             if step.file == code.co_filename and code.co_firstlineno <= step.start <= last
         ) or self._lines.functions.get((code.co_filename, code.co_firstlineno), frozenset())
         cut = FunctionCut(code.co_filename, code.co_firstlineno, steps)
-        lines = as_method(self._simplified(cut, function), name, parameter, None)
+        lines = as_method(self._simplified(cut, function), name, parameter)
         self._names.methods[name] = tuple(_Text(self, function, lines).resolved())
 
     def add_mixed_method(self, name: str, call_lines: frozenset[int]) -> None:
@@ -561,12 +563,19 @@ class _Text:
         self._edits += self._without_none(statement, none_variables)
         methods = {name: "\n".join(line.text for line in lines) for name, lines in self._names.methods.items()}
         called = {**methods, **self._names.functions}
-        trees = [statement, *(ast.parse(text) for name, text in called.items() if name not in texts)]
-        has_features = surroundings.feature_lines is None or not numbers.isdisjoint(surroundings.feature_lines)
-        if (
-            self._module is not None
-            and has_features
-            and any(divides_features(self._module, tree, self._tree) for tree in trees)
+        trees: list[ast.AST] = [
+            statement,
+            *(ast.parse(text) for name, text in called.items() if name not in texts),
+        ]
+        if self._module is None or (
+            surroundings.feature_lines is not None and numbers.isdisjoint(surroundings.feature_lines)
+        ):
+            return
+        # A module with linear layers takes all features of its arguments; its methods take those of its layers.
+        whole = unchanged_arguments(self._tree, statement.lineno) if self._tree.name == "forward" else frozenset()
+        if any(
+            divides_features(self._module, tree, self._tree, whole if tree is statement else frozenset())
+            for tree in trees
         ):
             raise UnwritableError("it names numbers of features, which ranks along tp divide")
 

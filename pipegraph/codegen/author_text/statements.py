@@ -6,6 +6,7 @@ import ast
 import dis
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import lru_cache
 from types import FunctionType
 from typing import Final
@@ -160,7 +161,9 @@ def _shapes_assigned(function: ast.AST) -> Mapping[str, list[ast.expr]]:
     }
 
 
-def divides_features(module: nn.Module, tree: ast.AST, function: ast.AST) -> bool:
+def divides_features(
+    module: nn.Module, tree: ast.AST, function: ast.AST, whole: AbstractSet[str] = frozenset()
+) -> bool:
     """Return whether a statement has numbers of features in its code, such as ``x.view(b, t, self.heads, -1)``.
 
     Ranks along `tp` have some of the features of a linear layer, and of the heads. Statements that are written from the
@@ -170,6 +173,7 @@ def divides_features(module: nn.Module, tree: ast.AST, function: ast.AST) -> boo
         module: the module that has the statement.
         tree: the statement.
         function: the function that it is in, which may assign a shape: ``shape = (b, t, self.heads, self.width)``.
+        whole: variables of the statement that have all features on every rank.
     """
     if not may_divide_features(module, function):
         return False
@@ -179,7 +183,7 @@ def divides_features(module: nn.Module, tree: ast.AST, function: ast.AST) -> boo
             not isinstance(node, ast.Call)
             or not isinstance(node.func, ast.Attribute)
             or node.func.attr not in _RESHAPES
-            or _is_argument(node.func.value, function)
+            or (isinstance(node.func.value, ast.Name) and node.func.value.id in whole)
         ):
             continue
         match node.args:
@@ -197,15 +201,11 @@ def divides_features(module: nn.Module, tree: ast.AST, function: ast.AST) -> boo
     return False
 
 
-def _is_argument(value: ast.expr, function: ast.AST) -> bool:
-    """Return whether a value is an argument of a function: a module with linear layers takes all features."""
-    if not isinstance(value, ast.Name) or not isinstance(function, ast.FunctionDef):
-        return False
-    is_parameter = any(argument.arg == value.id for argument in function.args.args)
-    return is_parameter and not any(
-        isinstance(node, ast.Name) and node.id == value.id and is_stored(node) and node.lineno < value.lineno
-        for node in ast.walk(function)
-    )
+def unchanged_arguments(function: ast.FunctionDef, line: int) -> frozenset[str]:
+    """The arguments of a function to which no line before this one assigns something else."""
+    nodes = (node for node in ast.walk(function) if isinstance(node, ast.Name) and is_stored(node))
+    changed = {node.id for node in nodes if node.lineno < line}
+    return frozenset(argument.arg for argument in function.args.args) - changed
 
 
 def opened_sizes(function: ast.FunctionDef) -> Iterator[ast.expr]:
