@@ -260,6 +260,7 @@ def _capture_whole(
     not_trained: str = "",
     only_once: bool = False,
     has_dtypes: bool = False,
+    asks_for_mode: bool = False,
 ) -> Captured:
     """Capture a model with all its layers.
 
@@ -269,6 +270,7 @@ def _capture_whole(
         not_trained: why it does not have what the model does in training mode; empty if it does.
         only_once: whether to leave out its other sizes.
         has_dtypes: whether it knows which dtypes follow the model's though it is not written.
+        asks_for_mode: whether a function outside of the model's classes asks for the mode.
     """
     phases = track(f"capturing {type(model).__name__}", ("export", "flatten", "modes", "segments", "other sizes"))
     next(phases)
@@ -297,7 +299,8 @@ def _capture_whole(
                 state[node.target] = replace(state[node.target], follows_model=True)
     run_all_passes(graph, state)
     next(phases)
-    if training and not (is_written and may_differ_by_mode(graph, modules)):
+    has_modes = is_written and (asks_for_mode or may_differ_by_mode(graph, modules))
+    if training and not has_modes:
         run_passes(graph, [partial(settle_fixed_modes, evaluation=None, modules=modules, mode=exported.mode)], state)
     elif training:
         try:
@@ -356,6 +359,10 @@ def _capture_whole(
             warn_of_written(model, dict.fromkeys(written))
         for dtype in other_dtypes(model) if exported.reads_dtype else ():
             record_lines(lines, model, modes[:1], *traced.example, dtype)
+        if training and lines.asks_for_mode and not has_modes:
+            return _capture_whole(
+                model, example, requested_sizes, declared, batch, seq, only_once=only_once, asks_for_mode=True
+            )
         captured = replace(captured, lines=lines.lines(model))
     captured = replace(captured, segments=find_segments(captured))
     dump("segments", lambda: segments_text(captured))

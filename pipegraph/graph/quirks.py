@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from pipegraph.torch_private.export import replaced
@@ -19,7 +20,10 @@ def quirks() -> Iterator[None]:
     transformers instead, because Inductor has no ``grouped_mm`` of float32. Stages run it outside of Inductor, so the
     capture has what runs without a compiler. This can go when ``_can_use_grouped_mm`` no longer asks for a compiler.
     """
-    experts: Any = sys.modules.get("transformers.integrations.moe")
+    experts: Any = None
+    if "transformers" in sys.modules:
+        with suppress(ImportError):
+            experts = importlib.import_module("transformers.integrations.moe")
     if not hasattr(experts, "_can_use_grouped_mm"):
         yield
         return

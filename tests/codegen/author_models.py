@@ -122,15 +122,6 @@ class LoggingBlock(nn.Module):
         return self.inner(x).relu() + x
 
 
-class HandsItselfOn(LoggingBlock):
-    def forward(self, x: Tensor) -> Tensor:
-        return apply(self, x)
-
-
-def apply(module: nn.Module, x: Tensor) -> Tensor:
-    return module.inner(x).relu() + x
-
-
 class OuterVariable(LoggingBlock):
     def __init__(self, config: Config) -> None:
         super().__init__(config)

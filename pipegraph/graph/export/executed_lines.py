@@ -35,9 +35,14 @@ recorded: an export with dynamic sizes calls hundreds of thousands of them."""
 
 
 class LineRecorder:
-    """Records from which line to which line the functions of a model go."""
+    """Records from which line to which line the functions of a model go.
+
+    Attributes:
+        asks_for_mode: whether one of these functions reads ``training`` of anything.
+    """
 
     def __init__(self) -> None:
+        self.asks_for_mode = False
         self._by_module: dict[int, set[LineStep]] = defaultdict(set)
         self._by_function: dict[tuple[str, int], set[LineStep]] = defaultdict(set)
         # The module, the name and the line → whether the variable was None each time.
@@ -84,6 +89,7 @@ class LineRecorder:
         code = frame.f_code
         if not is_of_model(code.co_filename):
             return None
+        self.asks_for_mode |= "training" in code.co_names
         owner = frame.f_locals.get("self") if code.co_varnames[:1] == ("self",) else None
         handed = handed_module(frame)
         if handed is not None:
