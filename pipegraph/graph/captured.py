@@ -135,12 +135,14 @@ class ExecutedLines:
         none_variables: FQN of a module → name and line → whether that variable of a method was None whenever the line
             had run.
         forwards: FQN of a module whose ``forward`` hands it to another function → that function.
+        constants: file and first line of a function → its arguments that were None, or the same truth, in all calls.
     """
 
     modules: Mapping[str, frozenset[LineStep]]
     functions: Mapping[tuple[str, int], frozenset[LineStep]]
     none_variables: Mapping[str, Mapping[tuple[str, int], bool]] = field(default_factory=dict)
     forwards: Mapping[str, ForwardFunction] = field(default_factory=dict)
+    constants: Mapping[tuple[str, int], Mapping[str, bool | None]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

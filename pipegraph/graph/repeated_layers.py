@@ -265,6 +265,7 @@ def _lines(lines: ExecutedLines, names: LayerNames) -> ExecutedLines:
         lines.functions,
         _of_all_layers(lines.none_variables, names),
         _of_all_layers(lines.forwards, names),
+        lines.constants,
     )
 
 

@@ -18,7 +18,7 @@ from tests.codegen.parity import assert_equal_at_every_size, differences, source
 
 def simplified(text: str) -> str:
     lines = [TextLine(line, number) for number, line in enumerate(textwrap.dedent(text).strip().splitlines(), 1)]
-    return "\n".join(line.text for line in CalledFunctions(ExecutedLines({}, {}, {})).simplified(lines, {}))
+    return "\n".join(line.text for line in CalledFunctions(ExecutedLines({}, {}, {})).simplified(lines, simplified))
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def test_attributes_that_a_call_sets_are_deleted_at_its_end(tmp_path: Path) -> N
         for step in range(memory.size(1)):
             outputs += [self.decode(memory[:, step])]
         outputs = torch.stack(outputs, dim=1) + self.total.mean(-1)[:, None, None]
-        # Each call sets these attributes before it reads them.
+        # A stage holds no tensors between calls.
         del self.hidden, self.total
         return outputs
 

@@ -24,10 +24,22 @@ _INDENT = "    "
 
 
 class TextLine(NamedTuple):
-    """A line of a text, and its number in the file that it is from; 0 for one that is not in it."""
+    """A line of a text.
+
+    Attributes:
+        text: the line.
+        number: in the file that it is from; 0 for one that is not in it.
+        joined: the numbers of the lines after it that are now parts of it.
+    """
 
     text: str
     number: int
+    joined: tuple[int, ...] = ()
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The numbers of all lines in it."""
+        return (self.number, *self.joined)
 
 
 class UnwritableError(Exception):
@@ -232,7 +244,8 @@ class FunctionCut:
 
     def _is_one_if(self, lines: Sequence[TextLine], margin: str) -> bool:
         """Return whether lines are one ``if`` with its branches, and no statement after it."""
-        outer = [text for text, _ in lines[1:] if text.strip() and not text.startswith(f"{margin} ")]
+        texts = (line.text for line in lines[1:])
+        outer = [text for text in texts if text.strip() and not text.startswith(f"{margin} ")]
         return all(line.startswith((f"{margin}el", f"{margin}#", f"{margin})")) for line in outer)
 
     def _has_run(self, statements: Sequence[ast.stmt]) -> bool:

@@ -40,7 +40,8 @@ def edited(lines: Sequence[TextLine], edits: Iterable[Edit]) -> list[TextLine | 
     for edit in sorted(edits, reverse=True):
         first, last = edit.start[0] - 1, edit.end[0] - 1
         head, tail = _text(changed, first)[: edit.start[1]], _text(changed, last)[edit.end[1] :]
-        changed[first] = TextLine((head + edit.text.encode() + tail).decode(), lines[first].number)
+        numbers = [number for line in changed[first : last + 1] if line is not None for number in line.numbers]
+        changed[first] = TextLine((head + edit.text.encode() + tail).decode(), numbers[0], tuple(numbers[1:]))
         changed[first + 1 : last + 1] = [None] * (last - first)
     return changed
 
@@ -69,20 +70,36 @@ def on_one_line(lines: Sequence[str]) -> str | None:
     return None if has_comment or len(text) > LINE_LENGTH - _CLASS_INDENT else text
 
 
+def side_edits(lines: Sequence[TextLine], choice: ast.IfExp, side: ast.expr) -> list[Edit]:
+    """The edits that leave one side of a conditional expression, without the parentheses around it if these are those
+    of the value of a statement on lines of its own."""
+    start, end = start_of(choice), end_of(choice)
+    first, last = start[0] - 1, end[0] - 1
+    opened = first > 0 and lines[first - 1].text.endswith("= (") and not _before(lines[first], start[1]).strip()
+    if opened and last + 1 < len(lines) and lines[last + 1].text.strip() == ")":
+        start, end = (first, len(lines[first - 1].text.encode()) - 1), (last + 2, len(lines[last + 1].text.encode()))
+    return [Edit(start, start_of(side), ""), Edit(end_of(side), end, "")]
+
+
+def _before(line: TextLine, column: int) -> str:
+    return line.text.encode()[:column].decode()
+
+
 class UsedSides(ast.NodeTransformer):
     """Replaces conditional expressions of which one side never ran by the other side.
 
     ``torch_int(x) if torch.jit.is_tracing() else int(x)`` is ``int(x)`` if ``torch_int`` never ran.
 
     Args:
+        lines: the text.
         ran: returns whether the function of a call may have run.
 
     Attributes:
         edits: of the text.
     """
 
-    def __init__(self, ran: Callable[[ast.expr], bool]) -> None:
-        self._ran = ran
+    def __init__(self, lines: Sequence[TextLine], ran: Callable[[ast.expr], bool]) -> None:
+        self._lines, self._ran = lines, ran
         self.edits: list[Edit] = []
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
@@ -93,7 +110,7 @@ class UsedSides(ast.NodeTransformer):
             return node
         used = node.orelse if unused[0] is node.body else node.body
         self.edits = [edit for edit in self.edits if edit.is_within(used) or not edit.is_within(node)]
-        self.edits += [Edit(start_of(node), start_of(used), ""), Edit(end_of(used), end_of(node), "")]
+        self.edits += side_edits(self._lines, node, used)
         return used
 
 

@@ -64,7 +64,7 @@ class Results:
         by_path = dict(zip(self.paths, values, strict=True))
 
         def nested(form: object, path: tuple[int, ...]) -> Expression:
-            if isinstance(form, tuple):
+            if isinstance(form, tuple) and any(place[: len(path)] == path for place in by_path):
                 return Collection(tuple(nested(part, (*path, index)) for index, part in enumerate(form)), "()")
             return by_path.get(path, literal(None))
 
@@ -319,7 +319,7 @@ def _without_attributes(text: Sequence[TextLine], names: Sequence[str]) -> Itera
     if reads_module:
         yield first._replace(text=first.text.replace("return ", "outputs = ", 1))
         yield from after_first
-    yield TextLine(f"{margin}# Each call sets these attributes before it reads them.", 0)
+    yield TextLine(f"{margin}# A stage holds no tensors between calls.", 0)
     width = LINE_LENGTH - _CLASS_INDENT - len(f"{margin}del ")
     for targets in textwrap.wrap(", ".join(f"self.{name}" for name in names), width, break_long_words=False):
         yield TextLine(f"{margin}del {targets.removesuffix(',')}", 0)

@@ -129,6 +129,8 @@ class FunctionSteps:
         arguments, reads = self._arguments(run, available, depends_on_mode)
         makes = self._results(run, read_after)
         paths = list(makes)
+        if isinstance(run.result, tuple) and len(run.result) > 2 * len(paths):
+            raise UnwritableError("most of what it returns is not read")
         takes_first = paths == [(0,)]
         unpacked = None if takes_first or paths == [()] else unpacked_places(run.result, paths)
         arguments = replace(arguments, takes_first=takes_first, unpacked=unpacked)

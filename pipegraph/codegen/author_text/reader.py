@@ -215,7 +215,7 @@ class _SourceReader:
                 raise MixedMethodError(name, "other methods call it, too")
 
     def _simplified(self, cut: FunctionCut, function: FunctionType) -> list[TextLine]:
-        return self._called_functions.simplified(cut.lines, function.__globals__)
+        return self._called_functions.simplified(cut.lines, function)
 
     def _check_closure(self, function: FunctionType) -> None:
         if set(function.__code__.co_freevars) - {"__class__"}:
@@ -244,7 +244,7 @@ class _SourceReader:
         if code.co_name != name and steps and code.co_varnames[:1] == (SELF,):
             text = as_method(text, name, SELF)
         file = code.co_filename
-        if any((file, line.number) in self._surroundings.graph_lines for line in text):
+        if any((file, number) in self._surroundings.graph_lines for line in text for number in line.numbers):
             raise UnwritableError(f"{name} computes something else than the graph")
         self._names.methods[name] = (*decorators, *text)
 
@@ -410,7 +410,7 @@ class _Text:
             value = self._namespace.get(function.id) if isinstance(function, ast.Name) else None
             return not isinstance(value, FunctionType) or self._reader.may_have_run(value)
 
-        sides = UsedSides(ran)
+        sides = UsedSides(self._lines, ran)
         sides.visit(tree)
         yield from sides.edits
         if self._module is not None and may_divide_features(self._module, tree):
@@ -451,7 +451,7 @@ class _Text:
         parts: list[tuple[range, Part]] = []
         for statement in self._tree.body:
             end = statement.end_lineno or statement.lineno
-            numbers = frozenset(line.number for line in self._lines[start:end])
+            numbers = frozenset(number for line in self._lines[start:end] for number in line.numbers)
             reads, assigns = variables(statement, ast.Load) & self._local, variables(statement, ast.Store)
             edits = len(self._edits)
             if stage_part is not None and numbers & stage_part.other_lines and not numbers & stage_part.lines:

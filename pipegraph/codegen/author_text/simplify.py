@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from types import FunctionType
 from typing import Any, Final
 
 from pipegraph.codegen.author_text.cut import FunctionCut, TextLine, UnwritableError, without_docstring
-from pipegraph.codegen.author_text.edits import Edit, edited, end_of, on_one_line, present, start_of
+from pipegraph.codegen.author_text.edits import Edit, edited, end_of, on_one_line, present, side_edits, start_of
 from pipegraph.codegen.author_text.statements import assigns_sizes, is_stored, parsed, variables
 from pipegraph.graph.captured import ExecutedLines
 from pipegraph.graph.export.executed_lines import is_of_model
@@ -69,14 +70,16 @@ class CalledFunctions:
         """A function, cut to what ran, without what it does in vain. Raises UnwritableError."""
         code = function.__code__
         steps = self._lines.functions.get((code.co_filename, code.co_firstlineno), frozenset())
-        return self.simplified(FunctionCut(code.co_filename, code.co_firstlineno, steps).lines, function.__globals__)
+        return self.simplified(FunctionCut(code.co_filename, code.co_firstlineno, steps).lines, function)
 
-    def simplified(self, lines: Sequence[TextLine], namespace: Mapping[str, Any]) -> list[TextLine]:
+    def simplified(self, lines: Sequence[TextLine], function: FunctionType) -> list[TextLine]:
         """A function without what it does in vain.
 
         Args:
-            namespace: the global names that it reads.
+            lines: of the function, cut to what ran.
         """
+        code, namespace = function.__code__, function.__globals__
+        constants = self._lines.constants.get((code.co_filename, code.co_firstlineno), {})
         remaining = list(lines)
         tree = parsed(remaining)
         local = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and is_stored(node)}
@@ -88,7 +91,11 @@ class CalledFunctions:
 
         while True:
             tree = parsed(remaining)
-            edits = _edits_of_calls(tree, callee_of) or _edits_of_unread_targets(tree)
+            edits = (
+                _edits_of_constants(remaining, tree, constants)
+                or _edits_of_calls(tree, callee_of)
+                or _edits_of_unread_targets(tree)
+            )
             if edits:
                 remaining = _with_short_statement(present(edited(remaining, edits)), edits[0].start[0])
                 continue
@@ -125,6 +132,56 @@ def _unread_parameters(tree: ast.FunctionDef) -> frozenset[str]:
 
 def _named_parameters(tree: ast.FunctionDef) -> list[ast.arg]:
     return [*tree.args.args, *tree.args.kwonlyargs]
+
+
+# ---- constants -------------------------------------------------------------------------------------------------------
+
+
+def _edits_of_constants(
+    lines: Sequence[TextLine], tree: ast.FunctionDef, arguments: Mapping[str, bool | None]
+) -> list[Edit]:
+    """The edits of one expression that is decided by arguments that are constants; none if there is no such expression.
+
+    x if mask is None else x + mask      x
+    mask is not None                     False
+    torch.arange(length) + cached        torch.arange(length), of ``cached = 0``
+    """
+    constants = _constants(tree, arguments)
+    for statement in tree.body if constants else ():
+        for node in ast.walk(statement):
+            if isinstance(node, ast.IfExp) and (truth := _truth(node.test, constants)) is not None:
+                return side_edits(lines, node, node.body if truth else node.orelse)
+            if isinstance(node, (ast.Compare, ast.UnaryOp)) and (truth := _truth(node, constants)) is not None:
+                return [Edit(start_of(node), end_of(node), str(truth))]
+            match node:
+                case ast.BinOp(left, ast.Add(), ast.Name(name)) if constants.get(name, ...) == 0:
+                    return [Edit(end_of(left), end_of(node), "")]
+    return []
+
+
+def _constants(tree: ast.FunctionDef, arguments: Mapping[str, bool | None]) -> dict[str, int | None]:
+    """The arguments and variables that have one value all along."""
+    nodes = [node for statement in tree.body for node in ast.walk(statement)]
+    stores = Counter(node.id for node in nodes if isinstance(node, ast.Name) and is_stored(node))
+    stores.update(node.arg for node in nodes if isinstance(node, ast.arg))  # of functions inside
+    constants: dict[str, int | None] = {name: value for name, value in arguments.items() if name not in stores}
+    for statement in tree.body:
+        match statement:
+            case ast.Assign([ast.Name(name)], ast.Constant(None | int(0 | 1) as value)) if stores[name] == 1:
+                constants[name] = value
+    return constants
+
+
+def _truth(test: ast.expr, constants: Mapping[str, int | None]) -> bool | None:
+    """Whether a test holds; None if constants do not say."""
+    match test:
+        case ast.Name(name) if name in constants:
+            return bool(constants[name])
+        case ast.UnaryOp(ast.Not(), operand) if (truth := _truth(operand, constants)) is not None:
+            return not truth
+        case ast.Compare(ast.Name(name), [ast.Is() | ast.IsNot() as comparison], [ast.Constant(None)]):
+            return (constants[name] is None) is isinstance(comparison, ast.Is) if name in constants else None
+    return None
 
 
 # ---- calls -----------------------------------------------------------------------------------------------------------
@@ -211,7 +268,8 @@ def _with_short_statement(lines: Sequence[TextLine], number: int) -> list[TextLi
     text = on_one_line([line.text for line in lines[first:last]])
     if last - first == 1 or text is None:
         return list(lines)
-    changed = [*lines[:first], TextLine(text, lines[first].number), *lines[last:]]
+    joined = tuple(number for line in lines[first:last] for number in line.numbers)[1:]
+    changed = [*lines[:first], TextLine(text, lines[first].number, joined), *lines[last:]]
     return changed if ast.dump(parsed(changed)) == ast.dump(tree) else list(lines)
 
 

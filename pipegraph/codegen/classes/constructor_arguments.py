@@ -150,7 +150,9 @@ def _multiple(values: _Values, base: _Values) -> _Multiple | None:
     factors = {Fraction(value, number) for value, number in pairs}
     if len(factors) == 1:
         factor = factors.pop()
-        return _Multiple(base, factor) if max(factor.numerator, factor.denominator) <= _LARGEST_FACTOR else None
+        is_simple = factor.denominator.bit_count() == 1  # widths are divided by powers of two; 4 / 3 is a coincidence
+        is_small = max(factor.numerator, factor.denominator) <= _LARGEST_FACTOR
+        return _Multiple(base, factor) if is_simple and is_small else None
     return _Multiple(base, None) if all(value == number * number for value, number in pairs) else None
 
 
@@ -169,7 +171,9 @@ def _names(members: Sequence[ClassSource], places: Mapping[_Values, Sequence[_Nu
         author_name = next((place.author_name for place in of_values if place.author_name), "")
         name = author_name or (parameter if parameter in keys or not keys else keys[0])
         targets = {target for target in assigned[0] if tuple(member.get(target) for member in assigned) != values}
-        used_names = {*first.parameters, *targets, *names.values(), *registered_names(first.init)}
+        used_names = {*first.parameters, *names.values(), *registered_names(first.init)}
+        if not author_name or any(place.is_in_forward for place in of_values):
+            used_names |= targets  # forward reads the argument as an attribute
         names[values] = unused(attribute_variable(name, "size"), used_names)
     return names
 

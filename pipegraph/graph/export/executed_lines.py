@@ -47,6 +47,8 @@ class LineRecorder:
         self._by_function: dict[tuple[str, int], set[LineStep]] = defaultdict(set)
         # The module, the name and the line → whether the variable was None each time.
         self._is_none: dict[int, dict[tuple[str, int], bool]] = defaultdict(dict)
+        # File and line of a function → each argument → its values, ... for those that are neither None nor a truth.
+        self._arguments: dict[tuple[str, int], dict[str, set[Any]]] = {}
         self._forwards: dict[int, dict[CodeType, ForwardFunction | None]] = defaultdict(dict)  # by module
         self._has_failed = False
 
@@ -78,6 +80,10 @@ class LineRecorder:
             {function: frozenset(steps) for function, steps in self._by_function.items()},
             {fqn: dict(self._is_none[key]) for fqn, key in modules if key in self._is_none},
             {fqn: function for fqn, key in modules if (function := self._forward_function(key)) is not None},
+            {
+                function: {name: next(iter(values)) for name, values in arguments.items() if _is_constant(values)}
+                for function, arguments in self._arguments.items()
+            },
         )
 
     def _forward_function(self, module: int) -> ForwardFunction | None:
@@ -90,6 +96,10 @@ class LineRecorder:
         if not is_of_model(code.co_filename):
             return None
         self.asks_for_mode |= "training" in code.co_names
+        arguments = self._arguments.setdefault((code.co_filename, code.co_firstlineno), {})
+        for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
+            value = frame.f_locals.get(name, ...)
+            arguments.setdefault(name, set()).add(value if value is None or isinstance(value, bool) else ...)
         owner = frame.f_locals.get("self") if code.co_varnames[:1] == ("self",) else None
         handed = handed_module(frame)
         if handed is not None:
@@ -117,6 +127,10 @@ class LineRecorder:
             return on_line
 
         return on_line
+
+
+def _is_constant(values: set[Any]) -> bool:
+    return len(values) == 1 and ... not in values
 
 
 class UntracedOperations(TorchFunctionMode):
