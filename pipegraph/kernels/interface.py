@@ -14,7 +14,7 @@ Loss = Callable[[tuple[Tensor, ...], Any], Any]
 without dimensions."""
 
 Dynamic = bool | Literal["auto"]
-"""Whether kernels are for all sizes; "auto" for those that are made when a third shape arrives."""
+"""Whether kernels are for all sizes; "auto" for those that are made when a second shape arrives."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ class VariantOptions:
             on. Further ones are left to autograd, with a warning.
         strict: whether that, and a stage that cannot be traced, is an error instead.
         dynamic: whether kernels are for all sizes from the first call (True), for one shape each (False), or for one
-            shape each until the third shape ("auto").
+            shape each until the second shape ("auto").
         recorder: makes what records kernels as CUDA graphs; None to launch them one by one.
 
     Raises:
@@ -51,7 +51,7 @@ class VariantOptions:
         if not isinstance(self.dynamic, bool) and self.dynamic != "auto":
             raise PipegraphError(
                 f"dynamic cannot be {self.dynamic!r}: kernels are for all sizes, for one shape each, or for all sizes "
-                "from the third shape.",
+                "from the second shape.",
                 f"dynamic=True, dynamic=False or {argument('dynamic', 'auto')}.",
             )
 

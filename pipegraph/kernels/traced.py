@@ -33,8 +33,10 @@ from pipegraph.kernels.trace_guard import MadeWhenCalled, TraceGuard
 Trace = Callable[[StageCall, CallLayout | None], StageVariant]
 """(a call, the layout of all calls like it or None for this shape alone) → a variant"""
 
-STATIC = 2
-"""How many shapes have kernels of their own. They are a little faster, and are made in less time."""
+STATIC = 1
+"""How many shapes have kernels of their own. They are made in less time: most runs have one shape."""
+_REFUSED = 2
+"""How many shapes are tried before a stage is left to autograd."""
 
 
 class FittingVariant(NamedTuple):
@@ -50,7 +52,7 @@ class FittingVariant(NamedTuple):
 
 
 class ShapeVariants:
-    """Static variants for the first two shapes, and from the third on symbolic ones, each for all sizes that fit it.
+    """A static variant for the first shape, and from the second on symbolic ones, each for all sizes that fit it.
 
     There is more than one symbolic variant if the stage does different things for different sizes. If it cannot be
     traced with symbols, every shape has a static variant.
@@ -91,7 +93,7 @@ class ShapeVariants:
     @property
     def is_refused(self) -> bool:
         """Whether the first shapes are left to autograd. No other shape is then traced."""
-        return len(self._static) >= STATIC and not any(self.every)
+        return len(self._static) >= _REFUSED and not any(self.every)
 
     def find(self, call: StageCall) -> FittingVariant | None:
         """Return the variant for a call, if there is one."""
@@ -167,10 +169,9 @@ class TracedKernels:
     """F, I, W and B as pure functions of the stage's tensors.
 
     A stage is traced at its first call, and again if its mode, `requires_grad`, a dtype, autocast, or the identity of
-    its modules, parameters or buffers changes; a stage includes the loss after it. It is also traced for the first two
-    shapes of its inputs, and then once for all others, with symbols for sizes; with ``dynamic=True`` for all sizes at
-    once, with ``dynamic=False`` for each shape. After `retrace` everything is traced
-    again. Code that cannot be traced, and a variant beyond `max_variants`, is left to autograd with a warning; with
+    its modules, parameters or buffers changes; a stage includes the loss after it. It is also traced for the first
+    shape of its inputs, and then once for all others, with symbols for sizes; with ``dynamic=True`` for all sizes at
+    once, with ``dynamic=False`` for each shape. After `retrace` everything is traced again. Code that cannot be traced, and a variant beyond `max_variants`, is left to autograd with a warning; with
     `strict`, PipegraphError is raised. With `recorder`, traced kernels are recorded as CUDA graphs.
     """
 
@@ -341,7 +342,7 @@ class TracedKernels:
         return self._new_variant(key, call, self._guard) if fit is None else fit
 
     def _new_variant(self, key: Any, call: StageCall, guard: TraceGuard) -> FittingVariant:
-        """Trace a variant for a call, unless there are too many. The third shape of inputs and all after it are one."""
+        """Trace a variant for a call, unless there are too many. The second shape of inputs and all after it are one."""
         variants = self._variants.get(key)
         is_counted = variants is None or variants.is_full
         if is_counted and self._variant_count == self._max_variants:

@@ -152,7 +152,7 @@ class Pipeline:
         pad_to: name of a size → a multiple that it is rounded up to, so that static kernels serve more lengths: inputs
             end in zeros, labels in -100, and outputs keep the padded length. The model must not let padding change
             other positions: it is causal, or has a mask among its inputs, which is padded with zeros, too.
-        dynamic: when kernels are for all sizes: "auto" for kernels of one shape until the third shape of a stage's
+        dynamic: when kernels are for all sizes: "auto" for kernels of one shape until the second shape of a stage's
             inputs, True from the first step on, so that no new number of rows and no new length is compiled; False for
             kernels of each shape, which counts as a variant then.
         broadcast_loss: whether the rank of the last stage broadcasts the loss of each step, so that ``result.loss`` is
@@ -162,7 +162,7 @@ class Pipeline:
         last_sizes: the sizes of the last step, on every rank; None before the first.
 
     A stage is traced again when its mode, `requires_grad`, a dtype, autocast, or the identity of its modules,
-    parameters or buffers changes, and for the second and third shape of its inputs, the third time for all sizes. For
+    parameters or buffers changes, and for the second shape of its inputs, then for all sizes. For
     anything else call `pipe.retrace()`: attributes such as `dropout.p`, and numbers that `loss_fn` reads, are constants
     of the traced graph. Parameters that are tied, or that ranks along a `dp` dimension have as well, are not replaced.
     """
