@@ -216,7 +216,8 @@ class LlamaModelStart(nn.Module):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         inputs_embeds: torch.Tensor = self.embed_tokens(input_ids)
-        position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)
+
+        position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)
         position_ids = position_ids.unsqueeze(0)
 
         hidden_states = inputs_embeds

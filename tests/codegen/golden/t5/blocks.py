@@ -360,7 +360,6 @@ class T5Attention3(nn.Module):
     def __init__(self):
         super().__init__()
         self.key_value_proj_dim = 8
-        self.layer_idx = 0
         self.relative_attention_num_buckets = 8
         self.relative_attention_max_distance = 16
         self.is_decoder = True
@@ -381,7 +380,7 @@ class T5Attention3(nn.Module):
         # Mask is (batch_size, 1, 1, key_length) (non-causal encoder) or (batch_size, 1, seq_length, key_length) (causal decoder)
         input_shape = hidden_states.shape[:-1]
         hidden_shape = (*input_shape, -1, self.key_value_proj_dim)
-        past_seen_tokens = past_key_values.get_seq_length(self.layer_idx) if past_key_values is not None else 0
+        past_seen_tokens = 0
         # We clone here for StaticCache, as we get the value before updating it, but use it after and it's the same ref
         past_seen_tokens = past_seen_tokens.clone() if isinstance(past_seen_tokens, torch.Tensor) else past_seen_tokens
 
@@ -413,6 +412,7 @@ class T5Attention3(nn.Module):
         return attn_output, position_bias, None
 
     def compute_bias(self, query_length, key_length, device=None, past_seen_tokens=0):
+        """Compute binned relative position bias"""
         context_position = torch.arange(query_length, dtype=torch.long, device=device)[:, None] + past_seen_tokens
         memory_position = torch.arange(key_length, dtype=torch.long, device=device)[None, :]
         relative_position = memory_position - context_position  # shape (query_length, key_length)
