@@ -171,8 +171,9 @@ class TracedKernels:
     A stage is traced at its first call, and again if its mode, `requires_grad`, a dtype, autocast, or the identity of
     its modules, parameters or buffers changes; a stage includes the loss after it. It is also traced for the first
     shape of its inputs, and then once for all others, with symbols for sizes; with ``dynamic=True`` for all sizes at
-    once, with ``dynamic=False`` for each shape. After `retrace` everything is traced again. Code that cannot be traced, and a variant beyond `max_variants`, is left to autograd with a warning; with
-    `strict`, PipegraphError is raised. With `recorder`, traced kernels are recorded as CUDA graphs.
+    once, with ``dynamic=False`` for each shape. After `retrace` everything is traced again. Code that cannot be traced,
+    and a variant beyond `max_variants`, is left to autograd with a warning; with `strict`, PipegraphError is raised.
+    With `recorder`, traced kernels are recorded as CUDA graphs.
     """
 
     def __init__(
@@ -342,7 +343,7 @@ class TracedKernels:
         return self._new_variant(key, call, self._guard) if fit is None else fit
 
     def _new_variant(self, key: Any, call: StageCall, guard: TraceGuard) -> FittingVariant:
-        """Trace a variant for a call, unless there are too many. The second shape of inputs and all after it are one."""
+        """Trace a variant for a call, unless there are too many. All shapes of inputs after the first are one."""
         variants = self._variants.get(key)
         is_counted = variants is None or variants.is_full
         if is_counted and self._variant_count == self._max_variants:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 import torch
@@ -11,14 +12,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipegraph.codegen.author_text.cut import TextLine
+from pipegraph.codegen.author_text.headers import without_parameters
 from pipegraph.codegen.author_text.simplify import CalledFunctions
 from pipegraph.graph.captured import ExecutedLines
 from tests.codegen.parity import assert_equal_at_every_size, differences, source, split
 
 
-def simplified(text: str) -> str:
-    lines = [TextLine(line, number) for number, line in enumerate(textwrap.dedent(text).strip().splitlines(), 1)]
-    return "\n".join(line.text for line in CalledFunctions(ExecutedLines({}, {}, {})).simplified(lines, simplified))
+def lines_of(text: str) -> list[TextLine]:
+    return [TextLine(line, number) for number, line in enumerate(textwrap.dedent(text).strip().splitlines(), 1)]
+
+
+def simplified(text: str, **constants: bool | None) -> str:
+    function = simplified
+    assert isinstance(function, FunctionType)
+    code = function.__code__
+    executed = ExecutedLines({}, {}, constants={(code.co_filename, code.co_firstlineno): constants})
+    return "\n".join(line.text for line in CalledFunctions(executed).simplified(lines_of(text), function))
 
 
 @pytest.mark.parametrize(
@@ -98,6 +107,90 @@ def simplified(text: str) -> str:
 )
 def test_statements_in_vain_are_left_out(text: str, expected: str) -> None:
     assert simplified(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        pytest.param(
+            """
+            def f(x, cache=None):
+                # What was seen before
+                seen = cache.length() if cache is not None else 0
+
+                return torch.arange(x.shape[1]) + seen
+            """,
+            "def f(x, cache=None):\n    return torch.arange(x.shape[1])",
+            id="an argument that is always None",
+        ),
+        pytest.param(
+            """
+            def f(x, flag, other=None):
+                is_cross = other is not None
+                source = other if is_cross else x
+                return source * 2 if not flag else source
+            """,
+            "def f(x, flag, other=None):\n    source = x\n    return source",
+            id="variables that follow from it",
+        ),
+        pytest.param(
+            """
+            def f(x, state=None):
+                states = (
+                    state[:, None].to(x.dtype)
+                    if state is not None
+                    else torch.zeros_like(x)
+                )
+                return x + states
+            """,
+            "def f(x, state=None):\n    states = torch.zeros_like(x)\n    return x + states",
+            id="on several lines",
+        ),
+        pytest.param(
+            """
+            def f(x, state=None):
+                state = g(x)
+                return (x if state is None else state), map(lambda cache: cache is None, x)
+            """,
+            "def f(x, state=None):\n    state = g(x)\n"
+            "    return (x if state is None else state), map(lambda cache: cache is None, x)",
+            id="not if something else is assigned",
+        ),
+    ],
+)
+def test_expressions_that_constants_decide_have_one_side(text: str, expected: str) -> None:
+    assert simplified(text, cache=None, other=None, state=None, flag=True) == expected
+
+
+def test_a_parameter_is_left_out_with_its_description() -> None:
+    lines = lines_of(
+        '''
+        def f(x, scale: float = 1.0, is_real=False):
+            """Do something.
+
+            Args:
+                x: a tensor.
+                scale (`float`, *optional*):
+                    A factor.
+                is_real: of complex numbers.
+            Returns:
+                another one.
+            """
+            return x
+        '''
+    )
+    text = [line.text for line in without_parameters(lines, {"scale", "is_real"})]
+    assert text == [
+        "def f(x):",
+        '    """Do something.',
+        "",
+        "    Args:",
+        "        x: a tensor.",
+        "    Returns:",
+        "        another one.",
+        '    """',
+        "    return x",
+    ]
 
 
 def apply_mask(x: Tensor, mask: Tensor | None) -> Tensor:

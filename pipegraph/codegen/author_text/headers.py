@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import copy
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, Final
@@ -115,11 +116,27 @@ def without_parameters(lines: Sequence[TextLine], names: AbstractSet[str]) -> li
             start = _place_of(*parts[at - 1])[1]
         elif len(parts) > 1:
             end = _place_of(*parts[1])[0]
-        remaining = present(edited(remaining, [Edit(start, end, "")]))
+        remaining = _undocumented(present(edited(remaining, [Edit(start, end, "")])), name)
     tree = parsed(remaining)
     header = [line.text for line in remaining[: header_end(remaining, tree)]]
     text = on_one_line(header) if len(header) > 1 else None
     return remaining if text is None else [TextLine(text, remaining[0].number), *remaining[len(header) :]]
+
+
+def _undocumented(lines: Sequence[TextLine], name: str) -> list[TextLine]:
+    """A function without the entry of a parameter in its docstring: ``name (bool): …`` and the lines under it."""
+    first = parsed(lines).body[0]
+    if not isinstance(first, ast.Expr) or not isinstance(first.value, ast.Constant):
+        return list(lines)
+    entry = re.compile(rf"(\s+)`*{name}`*(\s*\(.*)?:")
+    matches = ((at, entry.match(lines[at].text)) for at in range(first.lineno, (first.end_lineno or first.lineno) - 1))
+    at, indent = next(((at, len(match[1])) for at, match in matches if match), (0, 0))
+    if not at:
+        return list(lines)
+    end = at + 1
+    while end < (first.end_lineno or 0) - 1 and len(lines[end].text) - len(lines[end].text.lstrip()) > indent:
+        end += 1
+    return [*lines[:at], *lines[end:]]
 
 
 def _parts(arguments: ast.arguments) -> list[tuple[ast.arg, ast.expr | None]]:
