@@ -10,6 +10,7 @@ from typing import Final
 FORMS: Final = (
     "as the author's text",
     "as the author's text, without branches of other modules",
+    "as the author's text, with functions that are written from the graph",
     "as the author's text, with no functions in statements from the graph",
     "from the graph",
     "without loops",
@@ -35,27 +36,31 @@ class Forms:
 
     def has_author_text(self, name: str) -> bool:
         """Return whether a class that one stage has whole is written as its author wrote it, if that is possible."""
-        return self.any_author_text and self.levels.get(name, 0) < 3
+        return self.any_author_text and self.levels.get(name, 0) < 4
 
     def joins_branches(self, name: str) -> bool:
         """Return whether an author's text has the branches that any module of its class runs."""
         return self.levels.get(name, 0) < 1
 
     def calls_functions(self, name: str) -> bool:
-        """Return whether statements from the graph in an author's text call the author's functions."""
+        """Return whether statements from the graph in an author's text call functions."""
+        return self.levels.get(name, 0) < 3
+
+    def has_text_of_functions(self, name: str) -> bool:
+        """Return whether these functions are the author's."""
         return self.levels.get(name, 0) < 2
 
     def rolls_loops(self, name: str) -> bool:
         """Return whether repeated statements of a class are written as loops."""
-        return self.levels.get(name, 0) < 4
+        return self.levels.get(name, 0) < 5
 
     def merges(self, name: str) -> bool:
         """Return whether several structures of a class are written as one class with arguments."""
-        return self.levels.get(name, 0) < 5
+        return self.levels.get(name, 0) < 6
 
     def reads_attributes(self, name: str) -> bool:
         """Return whether numbers are written as the attributes that the model's source reads."""
-        return self.levels.get(name, 0) < 6
+        return self.levels.get(name, 0) < 7
 
     def plainer(
         self, names: Sequence[str], general: AbstractSet[str], with_functions: AbstractSet[str]
@@ -69,7 +74,7 @@ class Forms:
             general: those that have branches of other modules.
             with_functions: those whose statements from the graph call functions.
         """
-        classes: dict[int, AbstractSet[str]] = {1: general, 2: with_functions}
+        classes: dict[int, AbstractSet[str]] = {1: general, 2: with_functions, 3: with_functions}
         for level in range(1, len(FORMS)):
             plainer_names = [
                 name for name in names if level > self.levels.get(name, 0) and name in classes.get(level, names)
@@ -83,7 +88,7 @@ class Forms:
 
     def described(self) -> dict[str, str]:
         """The classes that are written more plainly than usual from the graph → their forms, in words."""
-        return {name: FORMS[level] for name, level in sorted(self.levels.items()) if level > 3}
+        return {name: FORMS[level] for name, level in sorted(self.levels.items()) if level > 4}
 
 
 USUAL: Final = Forms()

@@ -146,7 +146,7 @@ def _origins(sources: Sequence[ClassSource | FunctionSource]) -> list[str]:
     """``LlamaMLP: the text of modeling_llama.py (Apache License).``, for each file that text is taken from."""
     names: dict[str, list[str]] = {}
     for source in sources:
-        if source.author_text is not None:
+        if source.author_text is not None and source.author_text.origin:
             names.setdefault(source.author_text.origin, []).append(source.name)
     return [f"{', '.join(of_file)}: the text of {prose(origin)}." for origin, of_file in names.items()]
 

@@ -16,6 +16,7 @@ from pipegraph.codegen.author_text.names import ForwardSurroundings, MixedMethod
 from pipegraph.codegen.author_text.reader import add_called_function, names_of_module
 from pipegraph.codegen.author_text.simplify import CalledFunctions
 from pipegraph.codegen.author_text.variables import CallVariables, first_line, unread_parameters, variables_by_call
+from pipegraph.codegen.author_text.written_functions import WriteFunction, WrittenFunctions
 from pipegraph.codegen.forward.items import Step
 from pipegraph.codegen.names.identifiers import unused
 from pipegraph.codegen.names.source_statements import SourceStatements
@@ -124,6 +125,10 @@ class CallReader:
                 check_names(names)
 
         return self._functions.joined(steps, call_name(tree.call), frozenset(called.makes), is_part, add_function)
+
+    def written_functions(self, name_of: Callable[[fx.Node], str], write: WriteFunction) -> WrittenFunctions:
+        """The functions that no package can have as text. The arguments are as `WrittenFunctions` takes them."""
+        return WrittenFunctions(self._functions, self._parameter_values, name_of, write)
 
     def steps_of_method(
         self, fqn: str, steps: Iterable[Step], names: ReadNames, method: MixedMethod

@@ -71,17 +71,16 @@ def on_one_line(lines: Sequence[str]) -> str | None:
 
 
 def side_edits(lines: Sequence[TextLine], choice: ast.IfExp, side: ast.expr) -> list[Edit]:
-    """The edits that leave one side of a conditional expression, without the parentheses around it if these are those
-    of the value of a statement on lines of its own."""
+    """The edits that leave one side of a conditional expression, without parentheses if these are on other lines."""
     start, end = start_of(choice), end_of(choice)
     first, last = start[0] - 1, end[0] - 1
-    opened = first > 0 and lines[first - 1].text.endswith("= (") and not _before(lines[first], start[1]).strip()
+    opened = first > 0 and lines[first - 1].text.endswith("= (") and not _text_before(lines[first], start[1]).strip()
     if opened and last + 1 < len(lines) and lines[last + 1].text.strip() == ")":
         start, end = (first, len(lines[first - 1].text.encode()) - 1), (last + 2, len(lines[last + 1].text.encode()))
     return [Edit(start, start_of(side), ""), Edit(end_of(side), end, "")]
 
 
-def _before(line: TextLine, column: int) -> str:
+def _text_before(line: TextLine, column: int) -> str:
     return line.text.encode()[:column].decode()
 
 

@@ -104,6 +104,29 @@ class FunctionSteps:
 
         The call stands in the place of the last of them: all that it takes is computed before.
         """
+        members, nodes, read_after = self.members(run, steps, results)
+        inside = set(nodes)
+        available = set(self.available(steps, members)) - inside
+        arguments, reads = self._arguments(run, available, self.depends_on_mode(inside))
+        makes = self._results(run, read_after)
+        paths = list(makes)
+        if isinstance(run.result, tuple) and len(run.result) > 2 * len(paths):
+            raise UnwritableError("most of what it returns is not read")
+        takes_first = paths == [(0,)]
+        unpacked = None if takes_first or paths == [()] else unpacked_places(run.result, paths)
+        arguments = replace(arguments, takes_first=takes_first, unpacked=unpacked)
+        name = f"self.{run.name}" if run.is_method else run.name
+        return FunctionStep(name, run, reads, tuple(makes.values()), nodes, arguments), members
+
+    def members(
+        self, run: FunctionRun, steps: Sequence[Step], results: AbstractSet[fx.Node]
+    ) -> tuple[list[int], tuple[fx.Node, ...], set[fx.Node]]:
+        """The positions of the steps that are of a call, their operations, and the values of these that are read after
+        it. Raises UnwritableError if a step of the call cannot stand for them.
+
+        Args:
+            results: the values that are read after all steps.
+        """
         inside = self._nodes[run.key]
         members = [at for at, step in enumerate(steps) if not inside.isdisjoint(step.nodes)]
         nodes = tuple(node for at in members for node in steps[at].nodes)
@@ -114,7 +137,6 @@ class FunctionSteps:
         names = {node.name for node in nodes}
         if any(node.meta.get("writes", node.name) not in names for node in nodes):
             raise UnwritableError("it writes into a tensor that it is given")
-        depends_on_mode = self._depends_on_mode(inside)
         read_after = {node for node in nodes if node in results or any(user not in inside for user in node.users)}
         between = [
             step for at, step in enumerate(steps[members[0] : members[-1]], members[0]) if at not in set(members)
@@ -123,19 +145,20 @@ class FunctionSteps:
             raise UnwritableError("a statement in between reads a result")
         if any(map(has_effects, between)) and any(has_effects(steps[at]) for at in members):
             raise UnwritableError("the order of random numbers would change")
+        return members, nodes, read_after
+
+    @staticmethod
+    def available(steps: Sequence[Step], members: Sequence[int]) -> list[fx.Node]:
+        """The values before the last of some steps: those that steps take, and then what steps before it return."""
         computed = {node for step in steps for node in step.makes}
-        available = {node for step in steps[: members[-1]] for node in step.makes} - inside
-        available |= {node for step in steps for node in step.reads} - computed
-        arguments, reads = self._arguments(run, available, depends_on_mode)
-        makes = self._results(run, read_after)
-        paths = list(makes)
-        if isinstance(run.result, tuple) and len(run.result) > 2 * len(paths):
-            raise UnwritableError("most of what it returns is not read")
-        takes_first = paths == [(0,)]
-        unpacked = None if takes_first or paths == [()] else unpacked_places(run.result, paths)
-        arguments = replace(arguments, takes_first=takes_first, unpacked=unpacked)
-        name = f"self.{run.name}" if run.is_method else run.name
-        return FunctionStep(name, run, reads, tuple(makes.values()), nodes, arguments), members
+        inputs = [node for step in steps for node in step.reads if node not in computed]
+        results = [node for at, step in enumerate(steps[: members[-1]]) if at not in members for node in step.makes]
+        return list(dict.fromkeys([*inputs, *results]))
+
+    def argument_name(self, run: FunctionRun, value: fx.Node) -> str:
+        """The parameter of a call that took a value; empty without one."""
+        places = self._places.get(run.key, {}).items()
+        return next((name for (name, path), node in places if node is value and not path and name != RETURNED), "")
 
     def _results(self, run: FunctionRun, read_after: AbstractSet[fx.Node]) -> dict[tuple[int, ...], fx.Node]:
         """The results of a call that are read after it, by their indices in tuples. Raises UnwritableError if another
@@ -147,7 +170,7 @@ class FunctionSteps:
             raise UnwritableError("a value inside is read outside, or returned twice")
         return results
 
-    def _depends_on_mode(self, inside: AbstractSet[fx.Node]) -> bool:
+    def depends_on_mode(self, inside: AbstractSet[fx.Node]) -> bool:
         """Return whether the modes compute something else in a call. Raises UnwritableError if only a part of what one
         mode runs is in it."""
         parts = {node.meta.get(BRANCH) for node in inside}

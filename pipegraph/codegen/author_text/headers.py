@@ -78,7 +78,7 @@ def as_method(
         attribute = attributes.get(id(node))
         value = getattr(owner, attribute.attr, owner) if attribute is not None else owner
         if attribute is None or not (value is None or isinstance(value, (bool, int, float, str))):
-            raise UnwritableError(f"it reads {node.id}, which is no module")
+            raise UnwritableError(f"it reads {node.id}, an object")
         edits.append(Edit(start_of(attribute), end_of(attribute), literal(value).text))
     body = present(edited(lines, edits))[header_end(lines, tree) :]
     arguments, returns = tree.args, tree.returns

@@ -270,6 +270,13 @@ class ReadNames:
         self.constants = {name: value for name, value in self.constants.items() if name in words}
         self.imports = {name: text for name, text in self.imports.items() if name in words}
 
+    def calls(self, function: str) -> bool:
+        """Return whether statements that keep their text, methods or other functions call a function."""
+        parts = (part.lines for part in self.parts if isinstance(part, TextPart))
+        texts = [line.text for lines in (*parts, *self.methods.values()) for line in lines]
+        texts += [text for name, text in self.functions.items() if name != function]
+        return any(re.search(rf"(?<![.\w]){function}\(", text) for text in texts)
+
     def attributes_in(self, forward: Iterable[TextLine]) -> dict[str, Expression]:
         """The attributes that the lines of ``forward``, or other methods, read."""
         lines = itertools.chain(forward, *self.methods.values())

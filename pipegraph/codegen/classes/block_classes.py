@@ -81,6 +81,7 @@ from pipegraph.graph.nodes import path_of
 from pipegraph.graph.partition.split_points import opened_calls
 from pipegraph.graph.partition.stages import StageGraph, local_name
 from pipegraph.graph.symbolic_size import UnknownSizeError
+from pipegraph.torch_private.export import call_name
 
 # A call that reads no parameters gets no class if it has at most this many operations, or is only a part of one.
 _SMALL = 2
@@ -445,7 +446,7 @@ class BlockClasses:
         called_in_graph = dict[str, Constructor]()
         if text.is_mixed or methods:
             steps = self._steps(members, fqn, tree.items)
-            if self._forms.calls_functions(self._form_name(fqn)):
+            if self._forms.has_text_of_functions(self._form_name(fqn)):
                 steps = self._reader.with_functions(
                     called,
                     steps,
@@ -453,6 +454,12 @@ class BlockClasses:
                     stage_part is not None,
                     self._shared_names.meanings_of,
                     partial(self._check_child, members, tree),
+                )
+            if self._forms.calls_functions(self._form_name(fqn)):
+                write_function = partial(self._function_statements, fqn)
+                functions = self._reader.written_functions(self.names.value_name, write_function)
+                steps = functions.joined(
+                    steps, call_name(tree.call), frozenset(called.makes), names, self._shared_names.meanings_of
                 )
             for name, method in names.mixed_methods.items():
                 in_method, steps = self._reader.steps_of_method(fqn, steps, names, method)
@@ -547,6 +554,26 @@ class BlockClasses:
         if not values.issuperset(outputs):
             raise UnwritableError("a value is inside of a branch or of a loop")
         return write_forward(contents, tree, list(inputs.values()), self.source, outputs, numbers).statements
+
+    def _function_statements(
+        self, prefix: str, steps: Sequence[Step], inputs: Mapping[fx.Node, str], result: fx.Node
+    ) -> tuple[Statement, ...]:
+        """The statements of a function that has these steps of a module. Raises UnwritableError."""
+        nodes = [node for step in steps for node in step.nodes]
+        contents = ClassContents(
+            prefix=prefix,
+            items=tuple(steps),
+            inputs=tuple(inputs),
+            outputs=(result,),
+            state={},
+            state_names={},
+            outer_regions=len(common_regions(nodes)),
+            fixed_sizes={},
+        )
+        try:
+            return write_forward(contents, self._tree(prefix, {}, {}), list(inputs.values()), self.source).statements
+        except (UnknownSizeError, UnknownAttributeError) as error:
+            raise UnwritableError(f"no argument has a size: {error}") from error
 
     def _check_child(self, members: StageMembers, tree: CallTree, name: str) -> None:
         """Raise UnwritableError if the text of a module cannot call a child as the model does."""
