@@ -125,3 +125,38 @@ def test_what_computes_with_parameters_stays_where_it_is(tmp_path: Path) -> None
     package = split(tmp_path, model, batch(), cut="second")
     assert "def scored(" not in "".join(path.read_text() for path in package.path.glob("[sb]*.py"))
     assert not differences(package, model, batch())
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x + (mask / mask.sum(-1, keepdim=True)) @ self.inner(x)
+
+
+class Near(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.size, self.first, self.second = 3, Attention(), Attention()
+
+    @staticmethod
+    def closeness(x: Tensor, size: int) -> Tensor:
+        # how far two places are apart
+        places = torch.arange(x.shape[1], device=x.device)
+        return size / (size + (places[:, None] - places[None]).abs().to(x.dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = self.closeness(x, self.size)
+        x = self.first(x, mask)
+        return self.second(x, mask)
+
+
+def test_parts_of_a_model_share_its_static_methods(tmp_path: Path) -> None:
+    model, x = Near(), torch.randn(3, 6, 8)
+    package = split(tmp_path, model, (x,), cut="second")
+    text = source(package)
+    assert text.count("mask = closeness(x, self.size)") == 2, text
+    assert text.count("def closeness(x: Tensor, size: int) -> Tensor:\n    # how far two places are apart") == 1
+    assert not differences(package, model, (x,))

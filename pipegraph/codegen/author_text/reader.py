@@ -169,6 +169,11 @@ class _SourceReader:
         self._called_functions = called_functions
         self.texts = surroundings.texts
 
+    @property
+    def is_part(self) -> bool:
+        """Whether the text is that of a part of a ``forward``."""
+        return self._surroundings.stage_part is not None
+
     def add_autograd_function(self, name: str) -> None:
         """Add a custom Function whose text the package has. Raises UnwritableError if it does not."""
         if name not in self._surroundings.autograd_functions:
@@ -699,6 +704,10 @@ class _Text:
         if isinstance(member, (FunctionType, staticmethod, classmethod, property)):
             if getattr(nn.Module, name, None) is not None:
                 raise UnwritableError(f"it calls self.{name}")
+            if isinstance(member, staticmethod) and self._reader.is_part:
+                self._reader.add_function(member.__func__, name)
+                self._edits.append(replacement(node, name))  # all parts of the class share it
+                return
             self._reader.add_method(name)
         else:
             self._read_value(node, member, parents)
