@@ -16,9 +16,9 @@ from pipegraph.torch_private.fake_tensors import register_grouped_mm
 def quirks() -> Iterator[None]:
     """A context around the capture of a model.
 
-    transformers 5: its experts multiply groups by ``F.grouped_mm``. While they are compiled they run an operation of
-    transformers instead, because Inductor has no ``grouped_mm`` of float32. Stages run it outside of Inductor, so the
-    capture has what runs without a compiler. This can go when ``_can_use_grouped_mm`` no longer asks for a compiler.
+    transformers 5: its experts multiply groups by ``F.grouped_mm``, and by an operation of transformers while they are
+    compiled in float32. Inductor calls ATen's ``grouped_mm`` for every dtype, so that stages run what the model runs
+    without a compiler. This can go when ``_can_use_grouped_mm`` no longer asks for a compiler.
     """
     experts: Any = None
     if "transformers" in sys.modules:

@@ -153,8 +153,8 @@ class Pipeline:
             end in zeros, labels in -100, and outputs keep the padded length. The model must not let padding change
             other positions: it is causal, or has a mask among its inputs, which is padded with zeros, too.
         dynamic: when kernels are for all sizes: "auto" for kernels of one shape until the second shape of a stage's
-            inputs, True from the first step on, so that no new number of rows and no new length is compiled; False for
-            kernels of each shape, which counts as a variant then.
+            inputs, True from the first step on, so that new sizes are compiled only where a stage does something else
+            for them; False for kernels of each shape, which counts as a variant then.
         broadcast_loss: whether the rank of the last stage broadcasts the loss of each step, so that ``result.loss`` is
             the same number on every rank. Without it other ranks have None.
 

@@ -148,6 +148,27 @@ def test_statements_in_vain_are_left_out(text: str, expected: str) -> None:
         ),
         pytest.param(
             """
+            def f(x, cache=None):
+                if cache is not None and x.ndim > 2 or x.ndim > 3:
+                    x = x[0]
+                is_plain = not (cache is not None and x.ndim > 2)
+                return x if is_plain else -x
+            """,
+            "def f(x, cache=None):\n    if cache is not None and x.ndim > 2 or x.ndim > 3:\n        x = x[0]\n"
+            "    return x",
+            id="a condition of several parts is decided as a whole or not at all",
+        ),
+        pytest.param(
+            """
+            def f(x, flag):
+                start = 0
+                return (x if x.ndim else x[None]) + start, x + start, x + flag
+            """,
+            "def f(x, flag):\n    start = 0\n    return (x if x.ndim else x[None]) + start, x, x + flag",
+            id="nothing is added",
+        ),
+        pytest.param(
+            """
             def f(x, state=None):
                 state = g(x)
                 return (x if state is None else state), map(lambda cache: cache is None, x)

@@ -35,6 +35,36 @@ _Places = dict[tuple[str, tuple[int, ...]], fx.Node]
 """The tensors that a call takes and returns, by parameter (or `RETURNED`) and indices in tuples."""
 
 
+StepOfCall = Callable[[FunctionRun, Sequence[Step]], tuple[FunctionStep, list[int]]]
+"""(a call of a function, steps) → its step, and the positions of the steps that it stands for; raises
+UnwritableError."""
+
+
+def with_function_steps(steps: Sequence[Step], call: str, step_of: StepOfCall) -> list[Step]:
+    """Steps of a call of a module, with one step for each call of a function, the outermost ones that can have one."""
+    joined = list(steps)
+    unwritable = set[str]()
+    at = 0
+    while at < len(joined):
+        current = joined[at]
+        for run in functions_of(current.nodes[0]):
+            is_written = isinstance(current, FunctionStep) and current.run.key == run.key
+            if is_written or run.call != call or run.key in unwritable:
+                continue
+            try:
+                step, members = step_of(run, joined)
+            except UnwritableError:
+                unwritable.add(run.key)
+                continue
+            joined[members[-1]] = step
+            for member in reversed(members[:-1]):
+                del joined[member]
+            break
+        else:
+            at += 1
+    return joined
+
+
 class FunctionSteps:
     """Finds the operations that are all of one call of a function.
 
@@ -73,28 +103,15 @@ class FunctionSteps:
                 parts share.
             add_function: lets the text have the function.
         """
-        joined = list(steps)
-        unwritable = set[str]()
-        at = 0
-        while at < len(joined):
-            for run in functions_of(joined[at].nodes[0]) if not isinstance(joined[at], FunctionStep) else ():
-                if run.call != call or run.key in unwritable:
-                    continue
-                if is_part and run.function.__code__.co_varnames[:1] != ("self",):
-                    run = replace(run, is_method=False)
-                try:
-                    step, members = self._step(run, joined, results)
-                    add_function(run, self._nodes[run.key])
-                except UnwritableError:
-                    unwritable.add(run.key)
-                    continue
-                last = members[-1]
-                joined[last] = step
-                for member in reversed(members[:-1]):
-                    del joined[member]
-                break
-            else:
-                at += 1
+
+        def step_of(run: FunctionRun, remaining: Sequence[Step]) -> tuple[FunctionStep, list[int]]:
+            if is_part and run.function.__code__.co_varnames[:1] != ("self",):
+                run = replace(run, is_method=False)
+            step, members = self._step(run, remaining, results)
+            add_function(run, self._nodes[run.key])
+            return step, members
+
+        joined = with_function_steps(steps, call, step_of)
         return _without_dead(joined, results) if len(joined) < len(steps) else joined
 
     def _step(

@@ -84,18 +84,18 @@ def as_method(
     arguments, returns = tree.args, tree.returns
     del arguments.args[:position]
     if header is not None:
-        arguments, returns = _with_own_parameters(header.args, arguments), header.returns
+        arguments, returns = _with_more_parameters(header.args, arguments), header.returns
     arguments.args[0] = ast.arg(SELF)
     method = ast.FunctionDef(name, arguments, [ast.Pass()], [], returns)
     return [*(TextLine(text, 0) for text in _header(method)), *body]
 
 
-def _with_own_parameters(arguments: ast.arguments, own: ast.arguments) -> ast.arguments:
+def _with_more_parameters(arguments: ast.arguments, of_other: ast.arguments) -> ast.arguments:
     """The parameters of one function, and then those that only another one has."""
     combined = copy.deepcopy(arguments)
     names = {argument.arg for argument, _ in _parts(arguments)}
-    for argument, default in _parts(own)[1:]:
-        if argument.arg in names or argument in (own.vararg, own.kwarg):
+    for argument, default in _parts(of_other)[1:]:
+        if argument.arg in names or argument in (of_other.vararg, of_other.kwarg):
             continue
         if default is None:
             raise UnwritableError(f"nothing is passed for {argument.arg}")

@@ -577,9 +577,10 @@ class _Text:
         ):
             return
         # A module with linear layers takes all features of its arguments; its methods take those of its layers.
-        whole = unchanged_arguments(self._tree, statement.lineno) if self._tree.name == "forward" else frozenset()
+        is_forward = self._tree.name == "forward"
+        replicated = unchanged_arguments(self._tree, statement.lineno) if is_forward else frozenset()
         if any(
-            divides_features(self._module, tree, self._tree, whole if tree is statement else frozenset())
+            divides_features(self._module, tree, self._tree, replicated if tree is statement else frozenset())
             for tree in trees
         ):
             raise UnwritableError("it names numbers of features, which ranks along tp divide")
@@ -668,7 +669,8 @@ class _Text:
             self._reader.add_function_as_method(function, name)
             nodes |= {id(called), id(module)}
             arguments: list[ast.expr | ast.keyword] = [*others, *node.keywords]
-            following = min(map(start_of, arguments), default=end_of(module))
+            line, column = end_of(node)
+            following = min(map(start_of, arguments), default=(line, column - 1))
             self._edits += [replacement(called, f"self.{name}"), Edit(start_of(module), following, "")]
         return nodes
 
@@ -704,7 +706,7 @@ class _Text:
         if isinstance(member, (FunctionType, staticmethod, classmethod, property)):
             if getattr(nn.Module, name, None) is not None:
                 raise UnwritableError(f"it calls self.{name}")
-            if isinstance(member, staticmethod) and self._reader.is_part:
+            if isinstance(member, staticmethod) and self._reader.is_part and name not in self._local:
                 self._reader.add_function(member.__func__, name)
                 self._edits.append(replacement(node, name))  # all parts of the class share it
                 return

@@ -147,16 +147,27 @@ def _edits_of_constants(
     torch.arange(length) + cached        torch.arange(length), of ``cached = 0``
     """
     constants = _constants(tree, arguments)
-    for statement in tree.body if constants else ():
-        for node in ast.walk(statement):
-            if isinstance(node, ast.IfExp) and (truth := _truth(node.test, constants)) is not None:
-                return side_edits(lines, node, node.body if truth else node.orelse)
-            if isinstance(node, (ast.Compare, ast.UnaryOp)) and (truth := _truth(node, constants)) is not None:
-                return [Edit(start_of(node), end_of(node), str(truth))]
-            match node:
-                case ast.BinOp(left, ast.Add(), ast.Name(name)) if constants.get(name, ...) == 0:
+    nodes = [node for statement in tree.body for node in ast.walk(statement)] if constants else []
+    operands = {id(value) for node in nodes if isinstance(node, ast.BoolOp) for value in node.values}
+    for node in nodes:
+        if isinstance(node, ast.IfExp) and (truth := _truth(node.test, constants)) is not None:
+            return side_edits(lines, node, node.body if truth else node.orelse)
+        if (
+            isinstance(node, (ast.Compare, ast.UnaryOp, ast.BoolOp))
+            and id(node) not in operands
+            and (truth := _truth(node, constants)) is not None
+        ):
+            return [Edit(start_of(node), end_of(node), str(truth))]
+        match node:
+            case ast.BinOp(left, ast.Add(), ast.Name(name) as right) if _is_zero(constants.get(name)):
+                line = lines[right.lineno - 1].text.encode()
+                if left.end_lineno == right.lineno and line[left.end_col_offset : right.col_offset].strip() == b"+":
                     return [Edit(end_of(left), end_of(node), "")]
     return []
+
+
+def _is_zero(value: int | None) -> bool:
+    return type(value) is int and value == 0  # not False
 
 
 def _constants(tree: ast.FunctionDef, arguments: Mapping[str, bool | None]) -> dict[str, int | None]:
@@ -181,6 +192,10 @@ def _truth(test: ast.expr, constants: Mapping[str, int | None]) -> bool | None:
             return not truth
         case ast.Compare(ast.Name(name), [ast.Is() | ast.IsNot() as comparison], [ast.Constant(None)]):
             return (constants[name] is None) is isinstance(comparison, ast.Is) if name in constants else None
+        case ast.BoolOp(operator, values):
+            truths = [_truth(value, constants) for value in values]
+            decisive = isinstance(operator, ast.Or)  # one of these decides, or all of the others
+            return decisive if decisive in truths else None if None in truths else not decisive
     return None
 
 

@@ -128,10 +128,6 @@ _OPENED: Final = frozenset({"view", "reshape", "unflatten"})
 """Those in which one size may be -1."""
 
 
-_SPLIT: Final = 2
-"""The sizes into which an ``unflatten`` splits the features of all heads."""
-
-
 def may_divide_features(module: nn.Module, function: ast.AST) -> bool:
     """Return whether a module has linear layers whose features ranks along `tp` may divide.
 
@@ -162,7 +158,7 @@ def _shapes_assigned(function: ast.AST) -> Mapping[str, list[ast.expr]]:
 
 
 def divides_features(
-    module: nn.Module, tree: ast.AST, function: ast.AST, whole: AbstractSet[str] = frozenset()
+    module: nn.Module, tree: ast.AST, function: ast.AST, replicated: AbstractSet[str] = frozenset()
 ) -> bool:
     """Return whether a statement has numbers of features in its code, such as ``x.view(b, t, self.heads, -1)``.
 
@@ -173,7 +169,7 @@ def divides_features(
         module: the module that has the statement.
         tree: the statement.
         function: the function that it is in, which may assign a shape: ``shape = (b, t, self.heads, self.width)``.
-        whole: variables of the statement that have all features on every rank.
+        replicated: variables of the statement that have all features on every rank.
     """
     if not may_divide_features(module, function):
         return False
@@ -183,7 +179,7 @@ def divides_features(
             not isinstance(node, ast.Call)
             or not isinstance(node.func, ast.Attribute)
             or node.func.attr not in _RESHAPES
-            or (isinstance(node.func.value, ast.Name) and node.func.value.id in whole)
+            or (isinstance(node.func.value, ast.Name) and node.func.value.id in replicated)
         ):
             continue
         match node.args:
@@ -191,9 +187,10 @@ def divides_features(
                 sizes = shapes.get(name, node.args)
             case [ast.Tuple(elts=sizes)]:
                 pass
+            case [_, ast.Tuple(elts=[ast.UnaryOp(), _])] if node.func.attr == "unflatten":
+                continue  # x.unflatten(-1, (-1, self.head_dim)): ranks divide the number of heads
             case [_, ast.Tuple(elts=sizes)] if node.func.attr == "unflatten":
-                if len(sizes) == _SPLIT and isinstance(sizes[0], ast.UnaryOp):
-                    continue  # x.unflatten(-1, (-1, self.head_dim)): ranks divide the number of heads
+                pass
             case _:
                 sizes = node.args
         if _names_features(sizes, may_be_open=node.func.attr in _OPENED):

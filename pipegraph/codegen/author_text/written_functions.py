@@ -14,13 +14,14 @@ from typing import Final
 from torch import fx
 
 from pipegraph.codegen.author_text.cut import UnwritableError
-from pipegraph.codegen.author_text.function_steps import FunctionSteps
+from pipegraph.codegen.author_text.function_steps import FunctionSteps, with_function_steps
+from pipegraph.codegen.author_text.headers import wrapped_header
 from pipegraph.codegen.author_text.names import STANDARD, ReadNames
 from pipegraph.codegen.expressions.torch_modules import CallArguments
 from pipegraph.codegen.forward.items import FunctionStep, Step
 from pipegraph.codegen.names.identifiers import unused
 from pipegraph.codegen.syntax.statements import Statement, lines
-from pipegraph.graph.calls import FunctionRun, functions_of
+from pipegraph.graph.calls import FunctionRun
 from pipegraph.graph.nodes import dtypes_of
 
 WriteFunction = Callable[[Sequence[Step], Mapping[fx.Node, str], fx.Node], Sequence[Statement]]
@@ -69,30 +70,14 @@ class WrittenFunctions:
             names: of its class, to which the functions are added.
             check_names: raises UnwritableError if a name means something else in another class.
         """
-        joined = list(steps)
-        unwritable = set[str]()
-        at = 0
-        while at < len(joined):
-            for run in functions_of(joined[at].nodes[0]):
-                step_at = joined[at]
-                is_step = isinstance(step_at, FunctionStep) and step_at.run.key == run.key
-                if is_step or run.call != call or run.key in unwritable:
-                    continue
-                try:
-                    with names.undone_on_error():
-                        step, members = self._step(run, joined, results, names)
-                        check_names(names)
-                except UnwritableError:
-                    unwritable.add(run.key)
-                    continue
-                last = members[-1]
-                joined[last] = step
-                for member in reversed(members[:-1]):
-                    del joined[member]
-                break
-            else:
-                at += 1
-        return joined
+
+        def step_of(run: FunctionRun, remaining: Sequence[Step]) -> tuple[FunctionStep, list[int]]:
+            with names.undone_on_error():
+                step, members = self._step(run, remaining, results, names)
+                check_names(names)
+            return step, members
+
+        return with_function_steps(steps, call, step_of)
 
     def _step(
         self, run: FunctionRun, steps: Sequence[Step], results: AbstractSet[fx.Node], names: ReadNames
@@ -137,11 +122,11 @@ class WrittenFunctions:
         size_sources.sort(key=lambda node: not self._functions.argument_name(run, node))  # its own arguments first
         has_dtype = any(_follows_model(node) for step in steps for node in step.nodes)
         error = UnwritableError("no argument has the dtype of the model")
-        for more in ((), *((node,) for node in size_sources[:_SIZE_SOURCES])):
-            if has_dtype and not any(map(_follows_model, (*reads, *more))):
+        for inputs in (reads, *((*reads, node) for node in size_sources[:_SIZE_SOURCES])):
+            if has_dtype and not any(map(_follows_model, inputs)):
                 continue
             try:
-                return (*reads, *more), self._text(run, steps, (*reads, *more), result)
+                return inputs, self._text(run, steps, inputs, result)
             except UnwritableError as reason:
                 error = reason
         raise error
@@ -151,10 +136,10 @@ class WrittenFunctions:
         for node in reads:
             name = self._functions.argument_name(run, node) or self._name_of(node)
             parameters[node] = unused(name, set(parameters.values()))
-        header = ", ".join(f"{name}: Tensor" for name in parameters.values())
+        header = wrapped_header(run.name, [f"{name}: Tensor" for name in parameters.values()], " -> Tensor")
         body = lines(tuple(self._write(steps, parameters, result)), 4)
         description = f'"""What {run.name} of {Path(run.file).name} computes in this model."""'
-        return "\n".join([f"def {run.name}({header}) -> Tensor:", f"    {description}", *body])
+        return "\n".join([*header, f"    {description}", *body])
 
 
 def _follows_model(node: fx.Node) -> bool:
