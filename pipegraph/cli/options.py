@@ -278,6 +278,10 @@ OPTIONS: Final[dict[str, Option]] = {
         "[default: torch's generators]",
     ),
     "strict": Option("", "Fail if a stage cannot be compiled, in place of leaving it to autograd."),
+    "dynamic": Option(
+        "WHEN",
+        "Compile kernels for all sizes from the second shape on (auto), from the first step (true), or not (false).",
+    ),
     "cuda_graphs": Option(
         "", "Launch the kernels of each action at once, for more memory: faster where a GPU waits for the host."
     ),

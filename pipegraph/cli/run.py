@@ -74,6 +74,7 @@ class RunCommand(Command):
     seed: int | None = None
     strict: bool = False
     cuda_graphs: bool = False
+    dynamic: str = "auto"
     device: str = "cpu"
     timeout: float | None = None
     hardware: str | None = None
@@ -119,11 +120,12 @@ class RunCommand(Command):
                 param_hint="--batch / --seq",
             )
         from pipegraph.graph.sources import find_source
-        from pipegraph.kernels.registry import check_name
+        from pipegraph.kernels.registry import check_name, named_dynamic
         from pipegraph.runtime.kernel_makers import check_has_graphs
         from pipegraph.runtime.precision import named_precision
 
         check_name(self.kernels)
+        named_dynamic(self.dynamic)
         named_precision(self.precision)
         if self.cuda_graphs and self.device == "cpu":  # another name is checked with the package
             check_has_graphs(self.device)
@@ -243,6 +245,7 @@ class RunCommand(Command):
         return load(self.model, False, rows, self.seq, attention_mask=has_mask)
 
     def _training(self, package: Package, schedule: Schedule, source: ModelSource | None, grid: RankGrid) -> Training:
+        from pipegraph.kernels.registry import named_dynamic
         from pipegraph.workflows.run_checkpoints import CheckpointOptions
         from pipegraph.workflows.train import Training
 
@@ -261,6 +264,7 @@ class RunCommand(Command):
             check_weights=self.check_weights,
             strict=self.strict,
             cuda_graphs=self.cuda_graphs,
+            dynamic=named_dynamic(self.dynamic),
             grid=grid,
             checkpoints=checkpoints,
             seed=self.seed,

@@ -101,6 +101,19 @@ _MAKERS: dict[str, MakeMakers] = {
 }
 
 
+_DYNAMIC: dict[str, Dynamic] = {"auto": "auto", "true": True, "false": False}
+
+
+def named_dynamic(name: str) -> Dynamic:
+    """Return what a name of the command line is for `VariantOptions.dynamic`. Raises PipegraphError for another one."""
+    if name not in _DYNAMIC:
+        raise PipegraphError(
+            f"{argument('dynamic')} cannot be {name!r}. There are: {', '.join(_DYNAMIC)}.",
+            f"{argument('dynamic', 'true')}, if rows or lengths vary.",
+        )
+    return _DYNAMIC[name]
+
+
 def names() -> tuple[str, ...]:
     """Return the names of all kinds of kernels."""
     return tuple(_MAKERS)

@@ -221,7 +221,7 @@ class TracedKernels:
 
     @property
     def copies(self) -> list[Tensor]:
-        """The copies in another dtype that the stage computes with, also where it is left to autograd."""
+        """The copies in another dtype that the stage computes with; some are of what is left to autograd."""
         return [*([] if self._copies is None else self._copies.copies), *self._autograd.copies]
 
     @property

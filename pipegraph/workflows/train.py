@@ -432,7 +432,8 @@ class Training:
         grid: the processes; by default those of one pipeline. Without data, every data-parallel rank trains on the same
             batch.
         checkpoints: where the run is saved and continues from; by default nowhere.
-        options: other arguments of `Pipeline`: kernels, weights, check_weights, strict, cuda_graphs, seed, precision.
+        options: other arguments of `Pipeline`: kernels, weights, check_weights, strict, cuda_graphs,
+            dynamic, seed, precision.
 
     Attributes:
         done: the steps that are done, those before the checkpoint included.

@@ -26,6 +26,7 @@ def test_precision_and_seed(pipegraph: Command, chain: Path) -> None:
     [
         ("--kernels", "Inductor", "Try: --kernels inductor."),
         ("--precision", "bf61", "Try: --precision bf16."),
+        ("--dynamic", "always", "Try: --dynamic true"),
         ("--tp", 2, "in the model's file, and split it again."),
         ("--model", "tests/models/chains.py", 'Did you mean "tests/models/chain.py"?'),
         ("--model", "hf:nothing", "No configuration file nothing"),
@@ -60,3 +61,11 @@ def test_an_environment_of_no_ranks_is_refused(
 def test_a_learning_rate_is_a_number(pipegraph: Command, chain: Path) -> None:
     done = pipegraph("run", chain, "--nproc", 1, *AUTOGRAD, "--learning-rate", "inf")
     assert done.code == 2 and "inf is not a learning rate" in done.err
+
+
+@pytest.mark.parametrize("dynamic", ["auto", "true", "false"])
+def test_kernels_for_all_sizes(pipegraph: Command, chain: Path, dynamic: str) -> None:
+    options = ("--nproc", 1, "--kernels", "eager", "--steps", 2)
+    assert losses(pipegraph("run", chain, *options, "--dynamic", dynamic).out) == losses(
+        pipegraph("run", chain, *options).out
+    )
