@@ -1,6 +1,7 @@
 """Two hundred steps whose lengths have a long tail, compared with torch.compile.
 
 python -m benchmarks.lengths [--steps 200] [--rounds 1] [--json FILE]
+python -m benchmarks.lengths --ratio 60     steps of one length, with kernels of this length and of all sizes in turns
 
 The rows of a step are as long as its longest text. Lengths are log-normal (median 90, sigma 0.6), between 16 and 384
 tokens, as those of a corpus of short texts are. Each contender trains a small Llama in a fresh process with one thread
@@ -114,6 +115,23 @@ def _torch_step(model: torch.nn.Module, options: dict[str, Any]) -> Callable[[Te
     return step
 
 
+def ratio(rounds: int, length: int = 128) -> list[float]:
+    """Seconds of a step with kernels for all sizes ÷ those of a step with kernels of one shape, of pairs of steps."""
+    torch.set_num_threads(1)
+    model = CASE.build()
+    symbolic, static = (_pipegraph_step(model, {"dynamic": dynamic}) for dynamic in (True, False))
+    tokens = torch.randint(0, CASE.vocabulary, (CASE.rows * CASE.microbatches, length))
+
+    def seconds(step: Callable[[Tensor, Tensor], object]) -> float:
+        start = time.perf_counter()
+        step(tokens, tokens)
+        return time.perf_counter() - start
+
+    for step in (symbolic, static, symbolic, static):  # compiles
+        step(tokens, tokens)
+    return [seconds(symbolic) / seconds(static) for _ in range(rounds)]
+
+
 def measure(contender: str, steps: int) -> LengthMeasurement:
     """Measure a contender in a fresh process."""
     code = f"import json\nfrom benchmarks.lengths import train\nprint(json.dumps(train({contender!r}, {steps})))"
@@ -132,9 +150,14 @@ def measure(contender: str, steps: int) -> LengthMeasurement:
 def main(
     steps: int = 200,
     rounds: int = 1,
+    pairs: Annotated[int, typer.Option("--ratio", help="Compare this many pairs of steps instead.")] = 0,
     as_json: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
 ) -> None:
     """Measure all contenders, in turns."""
+    if pairs:
+        quartiles = statistics.quantiles(ratio(pairs), n=4)
+        print("all sizes ÷ one shape: {1:.3f} (quartiles {0:.3f} and {2:.3f})".format(*quartiles))
+        return
     measurements: dict[str, list[LengthMeasurement]] = {contender: [] for contender in CONTENDERS}
     for _ in range(rounds):
         for contender in CONTENDERS:
