@@ -46,10 +46,8 @@ def with_function_steps(steps: Sequence[Step], call: str, step_of: StepOfCall) -
     unwritable = set[str]()
     at = 0
     while at < len(joined):
-        current = joined[at]
-        for run in functions_of(current.nodes[0]):
-            is_written = isinstance(current, FunctionStep) and current.run.key == run.key
-            if is_written or run.call != call or run.key in unwritable:
+        for run in _functions_around(joined[at]):
+            if run.call != call or run.key in unwritable:
                 continue
             try:
                 step, members = step_of(run, joined)
@@ -63,6 +61,15 @@ def with_function_steps(steps: Sequence[Step], call: str, step_of: StepOfCall) -
         else:
             at += 1
     return joined
+
+
+def _functions_around(step: Step) -> Sequence[FunctionRun]:
+    """The calls of functions that a step is in, outermost first."""
+    runs = functions_of(step.nodes[0])
+    if not isinstance(step, FunctionStep):
+        return runs
+    # What the function of the step calls may have all of its operations too: `return swapped(x)`.
+    return runs[: [run.key for run in runs].index(step.run.key)]
 
 
 class FunctionSteps:
