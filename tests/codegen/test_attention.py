@@ -1,4 +1,4 @@
-"""``nn.MultiheadAttention`` comes back as itself, called as the model calls it."""
+"""``nn.MultiheadAttention`` and layers of ``nn.Transformer`` are written as themselves, and called as in the model."""
 
 from __future__ import annotations
 
@@ -102,7 +102,58 @@ def test_a_causal_hint_may_leave_the_mask_unread(tmp_path: Path) -> None:
     model = Attending({}, {**NO_WEIGHTS, "attn_mask": mask, "is_causal": True})
     args = (batch(2, 3, 8),) * 3
     package = split(tmp_path, model, args, cut="attention")
+    assert "class MultiheadAttention" not in source(package)
     assert differences(package, model, args, train=True) == []
+
+
+class Decoding(nn.Module):
+    """A causal decoder: its masks are made in ``forward``, and attention does not read them."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 8)
+        self.transformer = nn.Transformer(8, 2, 2, 2, 16, 0.0, **settings)
+        self.head = nn.Linear(8, 20)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[int(self.transformer.batch_first)])
+        embedded = self.embedding(source), self.embedding(target)
+        return self.head(self.transformer(*embedded, tgt_mask=mask, tgt_is_causal=True))
+
+
+@pytest.mark.parametrize(
+    ("settings", "written", "length"),
+    [
+        (
+            {"batch_first": True},
+            "nn.TransformerDecoderLayer(8, 2, dim_feedforward=16, dropout=0.0, batch_first=True)",
+            1,
+        ),
+        ({"activation": "gelu", "norm_first": True}, 'activation="gelu", norm_first=True', 0),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+@pytest.mark.parametrize("cut", ["transformer.decoder.layers.1", "transformer.encoder.layers.1"])
+def test_layers_of_a_transformer_are_modules_of_torch(
+    cut: str, settings: dict[str, Any], written: str, length: int, tmp_path: Path
+) -> None:
+    model = Decoding(**settings)
+    args = torch.randint(20, (3, 5)), torch.randint(20, (3, 4) if length else (4, 5))
+    package = split(tmp_path, model, args, cut=cut)
+    text = " ".join(source(package).split())
+    assert written in text
+    assert "class TransformerDecoderLayer" not in text
+    assert f"generate_square_subsequent_mask(tgt.shape[{length}]" in text
+    for training in (True, False):
+        assert differences(package, model, args, train=training) == []
+
+
+def test_a_layer_whose_parts_were_changed_is_written_out(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True), nn.Linear(8, 8))
+    model[0].dropout2.p = 0.0
+    package = split(tmp_path, model, (batch(2, 3, 8),), cut="1")
+    assert "class TransformerEncoderLayer" in source(package)
+    assert differences(package, model, (batch(2, 3, 8),), train=False) == []
 
 
 class Pairs(nn.Module):

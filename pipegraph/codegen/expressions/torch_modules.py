@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
+from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from pipegraph.codegen.syntax.expressions import (
     Argument,
+    Attribute,
     Collection,
     Expression,
     FunctionCall,
@@ -28,18 +30,35 @@ from pipegraph.codegen.syntax.expressions import (
 )
 from pipegraph.graph.calls import ArgumentPlace, CallTree, CallValues, argument_place, result_place
 from pipegraph.graph.captured import Captured
+from pipegraph.graph.nodes import shape_of
 from pipegraph.torch_private.modules import has_forward_hooks
 
 # Constructor arguments that a module keeps under no attribute, or under another name, or that are changed here: how to
 # read them back.
 _READERS: Mapping[str, Callable[[Any], object]] = {
-    "bias": lambda module: _is_there(module.in_proj_bias if _is_attention(module) else module.bias),
+    "bias": lambda module: _is_there(module.bias),
     "elementwise_affine": lambda module: module.weight is not None,
     "add_bias_kv": lambda module: module.bias_k is not None,
     "kdim": lambda module: None if module.kdim == module.embed_dim else module.kdim,
     "vdim": lambda module: None if module.vdim == module.embed_dim else module.vdim,
     # A kernel is functional in any case, and a stage must not change a tensor that it received.
     "inplace": lambda module: False,
+}
+_OF_TRANSFORMER_LAYERS: Mapping[str, Callable[[Any], object]] = {
+    "d_model": lambda module: module.self_attn.embed_dim,
+    "nhead": lambda module: module.self_attn.num_heads,
+    "dim_feedforward": lambda module: module.linear1.out_features,
+    "dropout": lambda module: module.dropout.p,
+    "activation": lambda module: {F.relu: F.relu, F.gelu: "gelu"}[module.activation],
+    "layer_norm_eps": lambda module: module.norm1.eps,
+    "batch_first": lambda module: module.self_attn.batch_first,
+    "bias": lambda module: _is_there(module.linear1.bias),
+}
+# Modules with children that are written as themselves: the constructor arguments that they read in another way.
+_COMPOSITES: Mapping[type[nn.Module], Mapping[str, Callable[[Any], object]]] = {
+    nn.MultiheadAttention: {"bias": lambda module: _is_there(module.in_proj_bias)},
+    nn.TransformerEncoderLayer: _OF_TRANSFORMER_LAYERS,
+    nn.TransformerDecoderLayer: _OF_TRANSFORMER_LAYERS,
 }
 _NOT_ARGUMENTS = ("device", "dtype", "_weight", "_freeze")
 # A subclass that torch makes itself, and the public class that behaves the same.
@@ -49,8 +68,8 @@ _PUBLIC = {"NonDynamicallyQuantizableLinear": nn.Linear}
 def module_constructor(module: nn.Module) -> FunctionCall | None:
     """``nn.Conv2d(3, 16, 3, padding=1)``.
 
-    None if the module is no ``nn.MultiheadAttention`` or module of ``torch.nn`` without children, or if the constructor
-    would not make an equal one (which is tried on the meta device).
+    None if the module is no module of ``torch.nn`` without children, attention or layer of a transformer, or if the
+    constructor would not make an equal one (which is tried on the meta device).
     """
     if parametrize.is_parametrized(module):
         return _parametrized_constructor(module)
@@ -58,7 +77,7 @@ def module_constructor(module: nn.Module) -> FunctionCall | None:
     cls = _PUBLIC.get(cls.__name__, cls) if cls.__module__.startswith("torch.nn.modules") else cls
     if not cls.__module__.startswith("torch.nn.modules") or getattr(nn, cls.__name__, None) is not cls:
         return None
-    if any(True for _ in module.children()) and not _is_attention(module):
+    if any(True for _ in module.children()) and cls not in _COMPOSITES:
         return None
     values = _constructor_arguments(cls, module)
     return None if values is None or not _makes_equal(cls, values, module) else _constructor_call(cls, values)
@@ -163,10 +182,6 @@ def _is_there(bias: Any) -> bool:
     return bias if isinstance(bias, bool) else bias is not None
 
 
-def _is_attention(module: nn.Module) -> bool:
-    return type(module) is nn.MultiheadAttention
-
-
 def _parameters(cls: type[nn.Module]) -> Mapping[str, inspect.Parameter]:
     """The parameters of a constructor. Those of ``nn.LSTM`` and similar classes are hidden by ``*args``."""
     if not issubclass(cls, nn.RNNBase):
@@ -180,7 +195,7 @@ def _parameters(cls: type[nn.Module]) -> Mapping[str, inspect.Parameter]:
 def _constructor_arguments(cls: type[nn.Module], module: nn.Module) -> dict[str, Any] | None:
     """The constructor's arguments that differ from their defaults, read back from the module."""
     arguments: dict[str, Any] = {}
-    parameters = _parameters(cls)
+    parameters, readers = _parameters(cls), {**_READERS, **_COMPOSITES.get(cls, {})}
     for name, entry in parameters.items():
         if name in _NOT_ARGUMENTS:
             continue
@@ -189,8 +204,8 @@ def _constructor_arguments(cls: type[nn.Module], module: nn.Module) -> dict[str,
                 continue
             return None
         try:
-            value = _READERS[name](module) if name in _READERS else getattr(module, name)
-        except AttributeError:
+            value = readers[name](module) if name in readers else getattr(module, name)
+        except (AttributeError, KeyError):
             return None
         value = _shortened(cls, name, value)
         if entry.default is entry.empty or value != entry.default:
@@ -216,7 +231,12 @@ def _shortened(cls: type[nn.Module], name: str, value: Any) -> Any:
 def _makes_equal(cls: type[nn.Module], arguments: dict[str, Any], module: nn.Module) -> bool:
     """Return whether the constructor with these arguments makes a module of the same settings and state."""
     twin = _twin(cls, arguments)
-    return twin is not None and _settings(twin) == _settings(module) and _shapes(twin) == _shapes(module)
+    if twin is None or _shapes(twin) != _shapes(module):
+        return False
+    settings = {name: (type(part), _settings(part)) for name, part in module.named_modules() if name}
+    return _settings(twin) == _settings(module) and settings == {
+        name: (type(part), _settings(part)) for name, part in twin.named_modules() if name
+    }
 
 
 def _twin(cls: type[nn.Module], arguments: dict[str, Any]) -> nn.Module | None:
@@ -253,28 +273,56 @@ class Passed:
 
 
 @dataclass(frozen=True)
+class CausalMask:
+    """A mask that attention takes next to ``is_causal=True`` and does not read, so that the graph does not have it.
+
+    Attributes:
+        position: that of the sequence among the values that the call reads.
+        dimension: of its length.
+    """
+
+    position: int
+    dimension: int
+
+    def written(self, sequence: Expression) -> Expression:
+        """``nn.Transformer.generate_square_subsequent_mask(x.shape[1], x.device, x.dtype)``."""
+        length = Subscript(Attribute(sequence, "shape"), (literal(self.dimension),))
+        settings = (Attribute(sequence, "device"), Attribute(sequence, "dtype"))
+        return call("nn.Transformer.generate_square_subsequent_mask", length, *settings)
+
+
+# The parameters of ``forward`` for such a mask: those for the sequence, and for the hint that it is causal.
+_CAUSAL_MASKS: Mapping[str, tuple[str, str]] = {
+    "attn_mask": ("query", "is_causal"),
+    "src_mask": ("src", "is_causal"),
+    "tgt_mask": ("tgt", "tgt_is_causal"),
+}
+
+
+@dataclass(frozen=True)
 class CallArguments:
     """The arguments of a call of a module, or of a function.
 
     Attributes:
         values: for each argument that is a value, its keyword ("" for a positional one) and its position among the
             values that the call reads; for a tuple of values, their positions; None for an argument that nothing reads;
-            `Passed` for a number that is given by position.
+            `Passed` for a number that is given by position; `CausalMask` for a mask that is made for the call.
         settings: the arguments after them: numbers, strings and None, by keyword.
         takes_first: whether the module returns a tuple of which only the first result is used.
         unpacked: the results as the module nests them, if it returns more than is used or nests them: the position of
             each among the results that are used; None for others.
     """
 
-    values: tuple[tuple[str, int | tuple[int, ...] | Passed | None], ...]
+    values: tuple[tuple[str, int | tuple[int, ...] | CausalMask | Passed | None], ...]
     settings: tuple[tuple[str, object], ...] = ()
     takes_first: bool = False
     unpacked: tuple[Any, ...] | None = None
 
     @property
     def positions(self) -> tuple[int, ...]:
-        """The positions of the values, a tuple's one after the other."""
-        places = (at if isinstance(at, tuple) else (at,) for _, at in self.values)
+        """The positions of the values, a tuple's one after the other. That of a causal mask is its sequence's."""
+        values = (at.position if isinstance(at, CausalMask) else at for _, at in self.values)
+        places = (at if isinstance(at, tuple) else (at,) for at in values)
         return tuple(position for place in places for position in place if isinstance(position, int))
 
     @property
@@ -295,15 +343,20 @@ class CallArguments:
             values: the expressions of the values, a tuple's one after the other.
         """
         waiting = iter(values)
-        arguments = [
-            (keyword, _tuple([next(waiting) for _ in position]))
-            if isinstance(position, tuple)
-            else (
-                keyword,
-                next(waiting) if isinstance(position, int) else literal(position.value if position else None),
-            )
-            for keyword, position in self.values
-        ]
+
+        def written(argument: int | tuple[int, ...] | CausalMask | Passed | None) -> Expression:
+            match argument:
+                case int():
+                    return next(waiting)
+                case tuple():
+                    return _tuple([next(waiting) for _ in argument])
+                case CausalMask():
+                    return argument.written(next(waiting))
+                case Passed():
+                    return literal(argument.value)
+            return literal(None)
+
+        arguments = [(keyword, written(argument)) for keyword, argument in self.values]
         positional = [value for keyword, value in arguments if not keyword]
         named = {keyword: value for keyword, value in arguments if keyword}
         settings = {name: literal(value) for name, value in self.settings}
@@ -382,17 +435,21 @@ def recorded_arguments(
     recorded, parameters = dict(first.arguments), inspect.signature(module.forward).parameters
     if not recorded.keys() <= parameters.keys():
         return None
-    values: dict[str, int | tuple[int, ...]] = {}
-    order = 0
+    values: dict[str, int | tuple[int, ...] | CausalMask] = {}
+    order = unread = 0
     for name, value in recorded.items():
         count = len(value) if isinstance(value, tuple) else int(value is ...)
         positions = tuple(by_order[index] for index in range(order, order + count) if index in by_order)
         order += count
+        if not positions and value is ... and (mask := _causal_mask(module, name, recorded, values, reads)) is not None:
+            values[name] = mask
+            unread += 1
+            continue
         if len(positions) < count or (value is ... and name not in _names(places[positions[0]])):
             return None
         if count:
             values[name] = positions if isinstance(value, tuple) else positions[0]
-    if order != len(by_order) or set(by_order.values()) != set(range(len(reads))):
+    if order - unread != len(by_order) or set(by_order.values()) != set(range(len(reads))):
         return None
     defaults = {name: parameters[name].default for name in recorded}
     by_position = set(takewhile(values.__contains__, islice(parameters, first.positional)))
@@ -407,6 +464,30 @@ def recorded_arguments(
         takes_first=paths == [(0,)],
         unpacked=None if is_flat else unpacked_places(first.form, paths),
     )
+
+
+def _causal_mask(
+    module: nn.Module,
+    name: str,
+    recorded: Mapping[str, object],
+    values: Mapping[str, int | tuple[int, ...] | CausalMask],
+    reads: Sequence[fx.Node],
+) -> CausalMask | None:
+    """The mask that an argument which nothing reads can be; None if it is no mask of a causal attention.
+
+    Args:
+        module: the module that is called.
+        name: the parameter of the argument.
+        recorded: the arguments.
+        values: the positions of those before it among the values that the call reads.
+        reads: these values.
+    """
+    sequence, hint = _CAUSAL_MASKS.get(name, ("", ""))
+    position = values.get(sequence)
+    if type(module) not in _COMPOSITES or recorded.get(hint) is not True or not isinstance(position, int):
+        return None
+    attention: Any = module if isinstance(module, nn.MultiheadAttention) else module.self_attn
+    return CausalMask(position, int(attention.batch_first and len(shape_of(reads[position])) == 3))
 
 
 def author_arguments(module: nn.Module, called: CallValues, has_author_results: bool) -> CallArguments | None:

@@ -2,8 +2,6 @@
 
 from torch import Tensor, nn
 
-from .blocks import TransformerDecoderLayer
-
 
 class Stage0(nn.Module):
     """tok_embeddings, layers.0 … layers.3.
@@ -15,10 +13,12 @@ class Stage0(nn.Module):
     def __init__(self):
         super().__init__()
         self.tok_embeddings = nn.Embedding(10000, 512)
-        self.layers = nn.ModuleDict({str(i): TransformerDecoderLayer() for i in range(4)})
+        self.layers = nn.ModuleDict(
+            {str(i): nn.TransformerDecoderLayer(512, 8, dropout=0.0, batch_first=True) for i in range(4)}
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         h = self.tok_embeddings(tokens)
         for layer in self.layers.values():
-            h = layer(h)
+            h = layer(h, h)
         return h

@@ -2,8 +2,6 @@
 
 from torch import Tensor, nn
 
-from .blocks import TransformerDecoderLayer
-
 
 class Stage1(nn.Module):
     """layers.4 … layers.7, norm, output.
@@ -14,11 +12,13 @@ class Stage1(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleDict({str(i): TransformerDecoderLayer() for i in range(4, 8)})
+        self.layers = nn.ModuleDict(
+            {str(i): nn.TransformerDecoderLayer(512, 8, dropout=0.0, batch_first=True) for i in range(4, 8)}
+        )
         self.norm = nn.LayerNorm(512)
         self.output = nn.Linear(512, 10000)
 
     def forward(self, h: Tensor) -> Tensor:
         for layer in self.layers.values():
-            h = layer(h)
+            h = layer(h, h)
         return self.output(self.norm(h))
