@@ -22,7 +22,7 @@ from pipegraph.graph.captured import BRANCH, PIPE_SPLITS, Captured, ExecutedLine
 from pipegraph.graph.layer_blocks import LayerBlock, LayerNames, NotRepeatedError, blocks_of
 from pipegraph.graph.layer_runs import KEPT_UNITS, LayerRun
 from pipegraph.graph.model_structure import modules_of, state_of
-from pipegraph.graph.nodes import path_of
+from pipegraph.graph.nodes import label_of, path_of
 from pipegraph.graph.pass_order import run_passes
 from pipegraph.torch_private.export import call_name
 from pipegraph.torch_private.pytrees import pytree
@@ -47,9 +47,12 @@ def with_all_layers(captured: Captured, model: nn.Module, runs: Sequence[LayerRu
             name = names.in_whole_model(fqn)
             state[name] = replace(entry, fqn=name, canonical=names.in_whole_model(entry.canonical))
             tensors[name] = captured.tensors[fqn]
+    labels = [*map(label_of, captured.returned)]
     run_passes(captured.graph, [lambda graph: _Extension(captured, runs, names).run()], state)
+    new_labels = dict(zip(labels, map(label_of, captured.returned), strict=True))  # the last layer's may be returned
+    outputs = pytree.tree_map_only(str, lambda label: new_labels.get(label, label), captured.outputs)
     lines = captured.lines and _lines(captured.lines, names)
-    return replace(captured, state=state, tensors=tensors, modules=modules_of(model), lines=lines)
+    return replace(captured, state=state, tensors=tensors, modules=modules_of(model), lines=lines, outputs=outputs)
 
 
 _BY_CALL: Final = ("argument_of", "result_of", "variables", "checkpointed")

@@ -16,6 +16,7 @@ from pipegraph.graph.calls import functions_of
 from pipegraph.graph.captured import BRANCH, Captured
 from pipegraph.graph.layer_blocks import NotRepeatedError
 from pipegraph.graph.layer_runs import layer_runs
+from pipegraph.graph.nodes import label_of
 
 WIDTH = 8
 
@@ -50,6 +51,17 @@ class Stack(nn.Module):
         for layer in self.layers:
             x = layer(x, scale) * 0.5
         return self.last(x) * scale
+
+
+class Bare(Stack):
+    """The model returns what it computes of the last layer, and an earlier value."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        x = self.first(x)
+        scale = x.mean().cos()
+        for layer in self.layers:
+            x = layer(x, scale).relu()
+        return {"x": x, "scale": scale}
 
 
 class Route(nn.Module):
@@ -139,6 +151,7 @@ REPEATED: dict[str, Callable[[], nn.Module]] = {
     "several lists": TwoStacks,
     "writes": lambda: nn.Sequential(nn.Sequential(*(Route() for _ in range(8))), nn.Linear(WIDTH, WIDTH)),
     "evaluation": lambda: Stack().eval(),
+    "no head": Bare,
 }
 NOT_REPEATED = {
     "scaled": Scaled,
@@ -208,6 +221,12 @@ def test_the_graph_is_that_of_the_whole_model(name: str, in_part: list[bool], mo
         assert node == whole_node
     for part in ("args", "kwargs", "state", "sizes", "training", "segments", "lines", "device_branch", "hooks"):
         assert getattr(captured, part) == getattr(whole, part), part
+    positions = [
+        {name: [label_of(node) for node in graph.returned].index(label) for name, label in graph.outputs.items()}
+        for graph in (captured, whole)
+        if isinstance(graph.outputs, dict)
+    ]
+    assert positions == [{"x": 0, "scale": 1}] * len(positions) and bool(positions) == (name == "no head")
     assert [*captured.modules] == [*whole.modules] and [*captured.tensors] == [*whole.tensors]
     numbers = {len(block.meta[BRANCH]) for block in captured.nodes if BRANCH in block.meta}
     branches = {node.meta[BRANCH].number for node in captured.nodes if BRANCH in node.meta}
@@ -223,10 +242,10 @@ def test_integers_have_no_gradient() -> None:
     assert integers and not any(node.meta["requires_grad"] for node in integers)
 
 
+@pytest.mark.parametrize("model", [Stack(), Bare()], ids=["head", "no head"])
 def test_the_package_is_that_of_the_whole_model(
-    tmp_path: Path, in_part: list[bool], monkeypatch: pytest.MonkeyPatch
+    model: nn.Module, tmp_path: Path, in_part: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = Stack()
     packages = []
     for name, captured in (
         ("part", pipegraph.capture(model, example())),
