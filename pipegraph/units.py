@@ -81,6 +81,22 @@ def parse_bytes(text: str) -> int:
     return int(number)
 
 
+def parse_rank_bytes(text: str) -> int | tuple[int, ...]:
+    """Read ``80GiB`` for every rank, or ``80GiB*4,40GiB*4``: four ranks of each.
+
+    Raises ValueError as `parse_bytes` does, and for a number of ranks that is no whole number from 1 on.
+    """
+    if not set("*,") & set(text):
+        return parse_bytes(text)
+    of_ranks: list[int] = []
+    for part in text.split(","):
+        size, star, number = (word.strip() for word in part.partition("*"))
+        if star and not (number.isdecimal() and int(number)):
+            raise ValueError(f"{part.strip()!r} does not end with a number of ranks: write 80GiB*4,40GiB*4.")
+        of_ranks += [parse_bytes(size)] * (int(number) if star else 1)
+    return tuple(of_ranks)
+
+
 def format_percent(part: float | None, signed: bool = False, decimals: int = 1) -> str:
     """Format a part of 1, with its sign if it is a difference.
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, get_type_hints
 import typer
 
 from pipegraph.errors import nearest
-from pipegraph.units import parse_bytes
+from pipegraph.units import parse_bytes, parse_rank_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,6 +27,14 @@ def parse_memory(text: str) -> int:
     """Read a size as `pipegraph.units.parse_bytes` does. Raises typer.BadParameter."""
     try:
         return parse_bytes(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def parse_rank_memory(text: str) -> int | tuple[int, ...]:
+    """Read sizes as `pipegraph.units.parse_rank_bytes` does. Raises typer.BadParameter."""
+    try:
+        return parse_rank_bytes(text)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
 
@@ -223,8 +231,13 @@ OPTIONS: Final[dict[str, Option]] = {
     "tp": Option("N", f"Ranks that divide each layer, by the package's own tp_plan. {_PLANNED}", min=1),
     "mesh_order": Option("NAMES", "The dimensions of the mesh; ranks along the last are neighbours."),
     # Devices
-    "memory": Option("SIZE", "What a rank has: 80GiB, 16GB, 500MB, bytes.", parser=parse_memory),
-    "hardware": Option("NAME|FILE", "Profile that prices the model: h100, …, or what calibrate wrote."),
+    "memory": Option(
+        "SIZE", "What a rank has: 80GiB, 16GB, 500MB, bytes; 80GiB*4,40GiB*4 if ranks differ.", parser=parse_rank_memory
+    ),
+    "hardware": Option(
+        "NAME|FILE",
+        "Profile that prices the model: h100, …, or what calibrate wrote; h100*4,a100*4 if ranks are unequal.",
+    ),
     "run.hardware": Option(
         "NAME|FILE",
         "Profile whose links a step is predicted with; stages keep the package's times. [default: the one that priced "

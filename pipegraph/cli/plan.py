@@ -39,7 +39,7 @@ class PlanCommand(Command):
     ranks: int | None = None
     devices: int | None = None
     global_batch: int | None = None
-    memory: int | None = None
+    memory: int | tuple[int, ...] | None = None
     schedule: list[str] | None = None
     microbatches: list[int] | None = None
     stages_per_rank: list[int] | None = None
@@ -63,7 +63,7 @@ class PlanCommand(Command):
         self._check_options()
         with progress(f"loading {self.model}"):
             from pipegraph.cost.block_times import MeasureOptions
-            from pipegraph.cost.hardware import Hardware
+            from pipegraph.cost.rank_profiles import RankProfiles, load_profiles
             from pipegraph.cost.training_state import TrainingState
             from pipegraph.graph.sources import load
             from pipegraph.planner.comparison import candidates
@@ -77,17 +77,24 @@ class PlanCommand(Command):
                 compared = self.schedule, self.microbatches, self.stages_per_rank, self._recompute_choices()
                 plans = candidates(self.ranks, *compared)
             training = TrainingState(self.precision, self.optimizer, self.optimizer_bytes)
-            hardware = Hardware.load(self.hardware)
+            devices = load_profiles(self.hardware)
+            profiles = devices if isinstance(devices, RankProfiles) else None
+            if self.devices is not None and (profiles is not None or isinstance(self.memory, tuple)):
+                raise typer.BadParameter(
+                    "the devices of --devices are equal.\nTry: --ranks, for a pipeline of unequal devices",
+                    param_hint="--hardware" if profiles is not None else "--memory",
+                )
             source = load(self.model, False, self.batch, self.seq, attention_mask=self.attention_mask)
             source = with_batch_dims(source, self.batch_dim)
             options = PlanOptions(
                 self.balance,
                 ranks=self.ranks,
                 memory_bytes=self.memory,
-                hardware=hardware,
+                hardware=devices.profiles[0] if isinstance(devices, RankProfiles) else devices,
                 loss=loss_and_target(source),
                 training=training,
                 setting=MeasureOptions(self.device),
+                rank_profiles=profiles,
             )
         if self.devices is not None and self.global_batch is not None:
             self._plan_cluster(source, options, self.devices, self.global_batch)

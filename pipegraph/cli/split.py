@@ -60,7 +60,7 @@ class SplitCommand(Command):
     schedule: str = "1f1b"
     microbatches: int = 8
     ranks: int | None = None
-    memory: int | None = None
+    memory: int | tuple[int, ...] | None = None
     hardware: str = "cpu"
     device: str = "cpu"
     recompute: str = "min-cut"
@@ -148,7 +148,7 @@ class SplitCommand(Command):
         """Return the options of a search as arguments of `plan`, checked before anything is loaded."""
         from pipegraph.cost.balance import parse_balance
         from pipegraph.cost.block_times import MeasureOptions
-        from pipegraph.cost.hardware import Hardware
+        from pipegraph.cost.rank_profiles import load_profiles
         from pipegraph.cost.training_state import TrainingState
         from pipegraph.recompute import check_text
         from pipegraph.workflows.schedules import named_schedule
@@ -156,7 +156,7 @@ class SplitCommand(Command):
         settings: dict[str, Any] = {
             name: getattr(self, name) for name in _SEARCH if name in self.explicit and name != "device"
         }
-        readers = {"schedule": named_schedule, "hardware": Hardware.load}
+        readers = {"schedule": named_schedule, "hardware": load_profiles}
         settings |= {name: read(settings[name]) for name, read in readers.items() if name in settings}
         parse_balance("time" if self.balance is None else self.balance)
         check_text(self.recompute)

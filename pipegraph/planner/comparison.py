@@ -301,6 +301,7 @@ def _complexity(choice: CutChoice) -> tuple[int, int, int, float]:
 
 
 _FREE_EFFORT = 0.2
+_FIRST_EFFORT = 0.02
 
 
 def compare_model(
@@ -316,7 +317,8 @@ def compare_model(
     options = options.on_ranks(ranks)
     of_kinds: dict[Compare, list[PlanCandidate]] = {}
     for plan in plans:
-        of_kinds.setdefault(_way(plan.recompute), []).append(plan)
+        compare = _way(plan.recompute) if options.rank_profiles is None else _compare_chosen
+        of_kinds.setdefault(compare, []).append(plan)
     comparisons, problems = list[PlanComparison](), list[PlanError]()
     for compare, candidates in of_kinds.items():
         try:
@@ -342,7 +344,7 @@ Compare = Callable[[Captured, PlanOptions, int, Sequence[PlanCandidate], bool], 
 def _way(recompute: str) -> Compare:
     if recompute == AUTO:
         return _compare_free
-    return _compare_alike if len(text_of_stages(recompute)) == 1 else _compare_given
+    return _compare_alike if len(text_of_stages(recompute)) == 1 else _compare_chosen
 
 
 def _compare_alike(
@@ -371,22 +373,37 @@ def _compare_free(
     return PlanComparison(pareto_front([*choices.values()]), len(plans), comparison.refused)
 
 
-def _compare_given(
+def _compare_chosen(
     captured: Captured, options: PlanOptions, ranks: int, plans: Sequence[PlanCandidate], searches: bool
 ) -> PlanComparison:
-    """Compare plans of which each stage computes again what it was given."""
-    choices, shortages, refused = list[CutChoice](), list[MemoryShortage](), dict[str, None]()
-    of_texts: dict[str, RecomputeOptions] = {}
-    for plan in plans:
+    """Compare plans whose stages have different choices: what each stage was given to compute again, or the device of
+    its rank.
+
+    All are searched with little effort, and those that are worth a choice with more.
+    """
+    choices, shortages, refused = dict[int, CutChoice](), list[MemoryShortage](), dict[str, None]()
+    priced: dict[tuple[str, int], RecomputeOptions] = {}
+    traced: dict[str, DividedFunction] = {}
+
+    def choose(plan: PlanCandidate, effort: float) -> CutChoice:
         stages = ranks * plan.chunks
-        plan_options = replace(options, schedule=plan.schedule, microbatches=plan.microbatches, ranks=ranks)
+        plan_options = replace(
+            options, schedule=plan.schedule, microbatches=plan.microbatches, ranks=ranks, effort=effort * options.effort
+        )
+        plan_options.schedule_of(stages)
+        if plan.recompute == AUTO:
+            if (AUTO, 0) not in priced:
+                priced[AUTO, 0] = RecomputeOptions.price(captured, options, traced=traced)
+            return priced[AUTO, 0].choose(plan_options, stages)
+        if (plan.recompute, stages) not in priced:
+            recompute = parse_stages(plan.recompute, stages)
+            recompute = recompute * stages if len(recompute) == 1 else recompute
+            priced[plan.recompute, stages] = RecomputeOptions.of_stages(captured, options, recompute, traced)
+        return priced[plan.recompute, stages].choose(plan_options, stages)
+
+    for number, plan in enumerate(plans):
         try:
-            plan_options.schedule_of(stages)
-            if plan.recompute not in of_texts:
-                recompute = parse_stages(plan.recompute, stages)
-                of_texts[plan.recompute] = RecomputeOptions.of_stages(captured, options, recompute)
-            plan_options = replace(plan_options, effort=_FREE_EFFORT * options.effort)
-            choices.append(of_texts[plan.recompute].choose(plan_options, stages))
+            choices[number] = choose(plan, _FIRST_EFFORT)
         except MemoryShortage as shortage:
             shortages.append(shortage)
         except (ScheduleError, PlanError) as error:
@@ -394,7 +411,9 @@ def _compare_given(
                 raise
             refused[str(error).replace("\n", " ")] = None
     if choices:
-        front = pareto_front(choices)
+        worthwhile = pareto_front([*choices.values()])
+        numbers = [number for number, choice in choices.items() if choice in worthwhile]
+        front = pareto_front([choose(plans[number], _FREE_EFFORT) for number in numbers])
         searched = searched_orders(front) if searches else ()
         return PlanComparison(pareto_front([*front, *searched]), len(plans) - len(refused), tuple(refused))
     if shortages:

@@ -11,7 +11,7 @@ import numpy as np
 
 from pipegraph.arguments import argument
 from pipegraph.graph.partition.split_points import Point
-from pipegraph.package.prediction import Cut, Prediction, RankMemory, ShiftedCut, StagePrediction
+from pipegraph.package.prediction import UNCORRECTED, Cut, Prediction, RankMemory, ShiftedCut, StagePrediction
 from pipegraph.planner.plan_options import ChainCosts, PlanOptions
 from pipegraph.planner.solver.cut_search import most_even_cuts
 from pipegraph.planner.solver.local_search import Incumbents, Moves, hill_climb
@@ -92,7 +92,7 @@ class CutChoice:
         prediction = Prediction(
             balance=options.balance,
             recompute=stages_text(options.recompute if isinstance(options.recompute, tuple) else (options.recompute,)),
-            hardware=options.hardware.name,
+            hardware=options.devices.name,
             unit=self.costs.priced.unit,
             schedule=self.schedule.name,
             placement=self.schedule.placement,
@@ -131,7 +131,7 @@ class CutChoice:
                 )
                 for number, cut in enumerate(self.cuts)
             ),
-            measured_ratio=options.hardware.measured_ratio,
+            measured_ratio=UNCORRECTED if options.rank_profiles else options.hardware.measured_ratio,
         )
         return prediction.with_reasons()
 

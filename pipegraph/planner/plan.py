@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from os import PathLike
-from pathlib import Path
 from types import NoneType
 from typing import Any
 
@@ -18,6 +17,7 @@ from pipegraph.cost.block_times import Cache, MeasureOptions
 from pipegraph.cost.hardware import Hardware
 from pipegraph.cost.model_output import LossOf
 from pipegraph.cost.price import PricedModel
+from pipegraph.cost.rank_profiles import Profiles, RankProfiles, load_profiles
 from pipegraph.cost.stage_cost import stage_cost
 from pipegraph.cost.training_state import OWN_DTYPES, TrainingState
 from pipegraph.debug import dump
@@ -193,7 +193,7 @@ def plan(
     microbatches: int | None = None,
     ranks: int | None = None,
     memory_bytes: float | str | Sequence[float | str] | None = None,
-    hardware: Hardware | str | Path | None = None,
+    hardware: Profiles | None = None,
     recompute: Any = None,
     loss: tuple[LossOf, Any] | None = None,
     *,
@@ -227,7 +227,8 @@ def plan(
         ranks: for schedules that can have any number of stages on a rank.
         memory_bytes: the memory of each rank: one number or size ("80GiB"), or one per rank. Activations, parameters,
             buffers, gradients, optimizer state, receive buffers and what F, I and W need while they run have to fit.
-        hardware: a profile, its name or its file; ``cpu`` by default.
+        hardware: a profile, its name or its file; ``cpu`` by default. For ranks with unequal devices a sequence, one
+            for each rank, or text with numbers of ranks: ``h100*4,a100*4``.
         recompute: "none", "min-cut" (the default), "block" or "offload"; such a choice for patterns of module names; or
             a sequence with one of these for each stage: as `Pipeline` takes it, without policies. "auto" chooses one
             for each stage, together with the cuts if they are not given, so that a step that fits the memory is the
@@ -254,11 +255,13 @@ def plan(
     if points is not None and stages is not None:
         choice = f"{argument('points')} or {argument('stages')}"
         raise PlanError("Both split points and a number of stages were given.", f"{choice}, not both.")
-    profile = hardware if isinstance(hardware, Hardware) else Hardware.load(hardware or "cpu")
+    devices = load_profiles("cpu" if hardware is None else hardware)
+    profile = devices.profiles[0] if isinstance(devices, RankProfiles) else devices
     options = PlanOptions(
         balance or "time", schedule or "1f1b", 8 if microbatches is None else microbatches, ranks,
         parse_memory(memory_bytes), profile, Recompute(), loss,
         TrainingState(precision, optimizer, optimizer_bytes), None, effort, setting, cache,
+        rank_profiles=devices if isinstance(devices, RankProfiles) else None,
     )  # fmt: skip
     if stages is not None:
         check_number("stages", stages, 2)
@@ -306,8 +309,11 @@ def _check_types(
     require_type(captured, Captured, "plan() takes what pipegraph.capture returns", example)
     kinds = (str, Schedule, NoneType)
     require_type(schedule, kinds, "schedule is a name or a Schedule", "pipegraph.schedule.read_csv, which reads a file")
-    profile = (Hardware, str, PathLike, NoneType)
-    require_type(hardware, profile, "hardware is a profile, its name or its file", 'hardware="h100"')
+    profile = (Hardware, str, PathLike)
+    described = "hardware is a profile, its name or its file, or one for each rank"
+    require_type(hardware, (*profile, RankProfiles, Sequence, NoneType), described, 'hardware="h100"')
+    for of_rank in hardware if isinstance(hardware, Sequence) else ():
+        require_type(of_rank, profile, described, 'hardware="h100*4,a100*4"')
     require_type(loss, (tuple, NoneType), "loss is a function and its target", "loss=(loss_fn, target)")
     if isinstance(loss, tuple) and (len(loss) != 2 or not callable(loss[0])):
         raise ArgumentError(f"loss is a function and its target, not {len(loss)} values.", "loss=(loss_fn, target).")
@@ -319,7 +325,7 @@ def _best_plan(captured: Captured, options: PlanOptions, stages: int, is_auto: b
     """Cut a model into ``stages`` stages at the best points. If ``is_auto``, the recompute of each is chosen too."""
     options = options.on_ranks(options.schedule_of(stages).ranks)
     options.check_parameters_fit(captured)
-    if is_auto or isinstance(options.recompute, tuple):
+    if is_auto or isinstance(options.recompute, tuple) or options.rank_profiles is not None:
         return plan_of(captured, choose_recompute(captured, options, stages, is_auto))
     costs = options.price(captured, stages=stages)
     try:
@@ -356,7 +362,7 @@ def _predicted(cut_plan: Plan, captured: Captured, options: PlanOptions, starts:
     """Return a plan of given cuts with a prediction."""
     method = options.balance
     options = replace(options, balance="time") if method == UNIFORM else options
-    costs = options.price(captured, starts)
+    costs = options.price(captured, starts, stages=len(starts) + 1)
     begins = [segment.start for segment in costs.priced.chain.segments]
     search = f"{argument('stages', len(starts) + 1)} in place of points"
     instead = argument("balance", "time") if method == UNIFORM else search

@@ -15,6 +15,7 @@ from pipegraph.package.json_file import Count, Entry, FieldError, FileKind, Name
 from pipegraph.package.prediction import Prediction
 from pipegraph.planner.plan import Plan, plan
 from pipegraph.planner.solver.solve import MemoryShortage
+from pipegraph.planner.solver.solve_arguments import memory_of_ranks
 from pipegraph.schedule import check, from_csv
 from pipegraph.schedule.recipes import find_recipe
 from pipegraph.units import format_bytes
@@ -127,11 +128,13 @@ class PlanFile(Prediction, frozen=True, kw_only=True):
         """Read the text of a file; ``where`` names it in errors."""
         return _KIND.decode(text, where)
 
-    def apply(self, captured: Captured, memory_bytes: int | None = None) -> Plan:
+    def apply(self, captured: Captured, memory_bytes: float | Sequence[float] | None = None) -> Plan:
         """Cut a model where the file says.
 
-        Raises PlanError if the plan is of another model or other inputs, and MemoryShortage if a rank needs more than
-        ``memory_bytes``.
+        ``memory_bytes`` is what each rank has: one figure, or one for each.
+
+        Raises PlanError if the plan is of another model or other inputs, MemoryShortage if a rank needs more than it
+        has, and ArgumentError for figures of another number of ranks.
         """
         problem, instead = "", "pipegraph plan with this model, or --stages"
         if captured.model_name != self.model.class_name:
@@ -144,13 +147,15 @@ class PlanFile(Prediction, frozen=True, kw_only=True):
             instead = "the same inputs (--batch and --seq), or pipegraph plan with these"
         if problem:
             raise PlanError(f"The plan {problem}.", f"{instead}.")
-        if memory_bytes is not None and self.peak > memory_bytes:
-            raise MemoryShortage(
-                f"The plan needs {format_bytes(self.peak, 2)} on its fullest rank, and "
-                f"{format_bytes(memory_bytes, 2)} are there.",
-                self.peak,
-                advice="pipegraph plan with this --memory.",
-            )
+        limits = memory_of_ranks(memory_bytes, len(self.memory))
+        for rank, (required_bytes, limit) in enumerate(zip(self.memory, limits, strict=bool(limits))):
+            if required_bytes > limit:
+                raise MemoryShortage(
+                    f"The plan needs {format_bytes(required_bytes, 2)} on rank {rank}, and "
+                    f"{format_bytes(limit, 2)} are there.",
+                    required_bytes,
+                    advice="pipegraph plan with this --memory.",
+                )
         cut_plan = plan(captured, points=self.points) if self.points else plan(captured, stages=1, balance="uniform")
         return cut_plan.predicted(self.prediction)
 

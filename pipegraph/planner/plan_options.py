@@ -16,6 +16,7 @@ from pipegraph.cost.hardware import Hardware, Link
 from pipegraph.cost.measured_layers import is_at_hand
 from pipegraph.cost.model_output import LossOf
 from pipegraph.cost.price import PricedModel, price
+from pipegraph.cost.rank_profiles import RankProfiles
 from pipegraph.cost.training_state import OWN_DTYPES, TrainingState
 from pipegraph.errors import ArgumentError, PlanError
 from pipegraph.graph.captured import Captured, StateEntry
@@ -27,7 +28,7 @@ from pipegraph.progress import report_progress
 from pipegraph.recompute import EVERYWHERE, Recompute, describe_stages
 from pipegraph.schedule import Schedule
 from pipegraph.schedule.recipes import find_recipe
-from pipegraph.units import bytes_option, format_bytes
+from pipegraph.units import bytes_option, format_bytes, format_number_of
 
 _GPU_ALLOWANCE = 0.05
 """The part of what comes and goes in a step that the allocator of a GPU cannot use, because its blocks lie between
@@ -80,7 +81,8 @@ class PlanOptions:
     """The arguments of `pipegraph.plan` without the model and its cuts.
 
     ``recompute`` is one for all stages, or one for each. The ranks of the pipeline are numbered ``stride`` apart.
-    ``factors_of_layout`` is what a rank holds of its stages if other ranks share them.
+    ``factors_of_layout`` is what a rank holds of its stages if other ranks share them. ``hardware`` is the profile of
+    all ranks, or ``rank_profiles`` has one for each.
 
     Raises ArgumentError for an impossible balance or number, or a precision that the hardware does not have, and
     ScheduleError for an unknown schedule.
@@ -100,6 +102,7 @@ class PlanOptions:
     setting: MeasureOptions | None = None
     cache: Cache | None = None
     stride: int = 1
+    rank_profiles: RankProfiles | None = None
 
     def __post_init__(self) -> None:
         parse_balance(self.balance)
@@ -107,15 +110,26 @@ class PlanOptions:
         if self.ranks is not None:
             check_number("ranks", self.ranks, 4)
         check_numbers(self.effort)
-        products = "" if self.training.dtypes is None else self.training.dtypes.products
-        if products and products not in self.hardware.peak_flops:
+        for profile in (self.hardware,) if self.rank_profiles is None else self.rank_profiles.distinct:
+            self._check_precision(profile)
+        if self.rank_profiles is not None and self.balance not in ("time", AUTO):
             raise ArgumentError(
-                f"The profile {self.hardware.name} has no rate for {products}, in which precision "
-                f"{self.training.precision} multiplies. It has: {', '.join(self.hardware.peak_flops)}.",
-                f"{argument('precision', 'bf16')}, or {argument('hardware', 'h100')}.",
+                f"{argument('balance', self.balance)} is the same on every device, and hardware has "
+                f"{self.rank_profiles.name}.",
+                f"{argument('balance', 'time')}, or one profile for all ranks.",
             )
         if not isinstance(self.schedule, Schedule):
             find_recipe(self.schedule)
+
+    def _check_precision(self, profile: Hardware) -> None:
+        """Raise ArgumentError if a profile has no rate for the products of the precision."""
+        products = "" if self.training.dtypes is None else self.training.dtypes.products
+        if products and products not in profile.peak_flops:
+            raise ArgumentError(
+                f"The profile {profile.name} has no rate for {products}, in which precision "
+                f"{self.training.precision} multiplies. It has: {', '.join(profile.peak_flops)}.",
+                f"{argument('precision', 'bf16')}, or {argument('hardware', 'h100')}.",
+            )
 
     @property
     def recompute_text(self) -> str:
@@ -124,9 +138,17 @@ class PlanOptions:
 
     def on_ranks(self, ranks: int) -> PlanOptions:
         """Return the same options for ``ranks`` ranks: a rank is measured with the threads that `pipegraph run` gives
-        it, and ``auto`` is ``time`` if the device of the hardware profile is not here."""
-        setting = self.setting or MeasureOptions()
-        balance = "time" if self.balance == AUTO and not is_at_hand(self.hardware, setting) else self.balance
+        it, and ``auto`` is ``time`` if the device of the hardware profile is not here. Raises ArgumentError if the
+        hardware is that of another number of ranks."""
+        setting, profiles = self.setting or MeasureOptions(), self.rank_profiles
+        if profiles is not None and profiles.ranks != ranks:
+            raise ArgumentError(
+                f"hardware {profiles.name} is that of {format_number_of('rank', profiles.ranks)}, and there are "
+                f"{ranks}.",
+                f"a profile for each of {ranks} ranks, or {argument('ranks', profiles.ranks)}.",
+            )
+        is_here = profiles is None and is_at_hand(self.hardware, setting)
+        balance = "time" if self.balance == AUTO and not is_here else self.balance
         threads = setting.threads or threads_per_rank(ranks)
         return replace(self, balance=balance, setting=replace(setting, threads=threads, ranks=ranks))
 
@@ -139,7 +161,16 @@ class PlanOptions:
     @property
     def allowance(self) -> float:
         """The part of activations and buffers that the allocator needs on top of them."""
-        return 0.0 if self.hardware.is_cpu else _GPU_ALLOWANCE
+        return 0.0 if self.devices.is_cpu else _GPU_ALLOWANCE
+
+    @property
+    def devices(self) -> Hardware | RankProfiles:
+        """What the ranks run on."""
+        return self.rank_profiles or self.hardware
+
+    def on_profile(self, profile: Hardware) -> PlanOptions:
+        """Return the same options for ranks that all have one profile."""
+        return replace(self, hardware=profile, rank_profiles=None)
 
     @property
     def timed(self) -> bool:
@@ -151,12 +182,12 @@ class PlanOptions:
         """(rank, other rank) → their link; None if the plan is not for the least time."""
         if not self.timed:
             return None
-        return lambda rank, peer: self.hardware.link(rank * self.stride, peer * self.stride)
+        return lambda rank, peer: self.devices.link(rank * self.stride, peer * self.stride)
 
     @property
     def host_link(self) -> Link | None:
         """The link to CPU memory; None if the plan is not for the least time, or it is not known."""
-        return self.hardware.host_link if self.timed else None
+        return self.devices.host_link if self.timed else None
 
     @property
     def largest_memory(self) -> float:
@@ -179,17 +210,18 @@ class PlanOptions:
     ) -> ChainCosts:
         """Price a model by the balance. Segments are cut at the operations ``cut_positions`` in any case.
 
-        ``traced`` is shared by prices that differ in ``recompute`` alone. Raises PlanError, before anything is priced,
-        if there are fewer segments than ``stages``.
+        ``traced`` is shared by prices that differ in ``recompute`` or the hardware alone. With ``rank_profiles`` stages
+        are priced on the devices of their ranks, and ``stages`` is their number. Raises PlanError, before anything is
+        priced, if there are fewer segments than ``stages``.
         """
         traced = {} if traced is None else traced
         captured = self.training.computed(captured)
 
-        def priced(recompute: Recompute) -> PricedModel:
+        def priced(recompute: Recompute, profile: Hardware) -> PricedModel:
             return price(
                 captured,
                 self.balance,
-                self.hardware,
+                profile,
                 recompute,
                 self.loss,
                 self.setting,
@@ -200,10 +232,20 @@ class PlanOptions:
                 self.training,
             )
 
-        if isinstance(self.recompute, Recompute):
-            return ChainCosts(priced(self.recompute))
-        costs = {choice: ChainCosts(priced(choice)) for choice in dict.fromkeys(self.recompute)}
-        return StagedCosts([costs[choice] for choice in self.recompute])
+        if isinstance(self.recompute, Recompute) and self.rank_profiles is None:
+            return ChainCosts(priced(self.recompute, self.hardware))
+        of_stages = (self.recompute,) * stages if isinstance(self.recompute, Recompute) else self.recompute
+        profiles = self.profiles_of(self.schedule_of(len(of_stages)))
+        costs: dict[tuple[Recompute, int], ChainCosts] = {}
+        for choice, profile in zip(of_stages, profiles, strict=True):
+            if (choice, id(profile)) not in costs:
+                costs[choice, id(profile)] = ChainCosts(priced(choice, profile))
+        return StagedCosts([costs[choice, id(own)] for choice, own in zip(of_stages, profiles, strict=True)])
+
+    def profiles_of(self, schedule: Schedule) -> tuple[Hardware, ...]:
+        """Return the profile of each stage."""
+        profiles = self.rank_profiles
+        return tuple(self.hardware if profiles is None else profiles.profiles[rank] for rank in schedule.placement)
 
     def schedule_of(self, stages: int) -> Schedule:
         """Return the schedule for ``stages`` stages. Raises as `resolve_schedule` does."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from pipegraph.planner.plan_options import ChainCosts, PlanOptions, StagedCosts
 from pipegraph.planner.solver.solve import MemoryShortage, Problem, Solution
 from pipegraph.progress import report_progress
 from pipegraph.recompute import OFFLOAD, Recompute, parse_stages
+from pipegraph.schedule import Schedule
 
 _PARTS = 8
 _SPREAD = (0, 4, 2, 6, 1, 5, 3, 7)  # which of eight layers come first, so that any number of them is spread evenly
@@ -43,29 +44,48 @@ class RecomputeOptions:
         recompute: the choices.
         costs: of the chain with each.
         uniform: those that are tried for all stages alike.
-        allowed: those that each stage may have; None for all.
+        allowed: those that each stage may have; None for all. With several profiles, positions among the choices on
+            one of them.
+        profiles: for each choice the position of its profile in `RankProfiles.distinct`; empty if ranks are equal.
     """
 
     recompute: tuple[Recompute, ...]
     costs: tuple[ChainCosts, ...]
     uniform: tuple[int, ...]
     allowed: tuple[tuple[int, ...], ...] | None = None
+    profiles: tuple[int, ...] = ()
 
     @classmethod
-    def of_stages(cls, captured: Captured, options: PlanOptions, of_stages: Sequence[Recompute]) -> RecomputeOptions:
-        """Price a model with the choice that each stage was given."""
-        traced: dict[str, DividedFunction] = {}
+    def of_stages(
+        cls,
+        captured: Captured,
+        options: PlanOptions,
+        of_stages: Sequence[Recompute],
+        traced: dict[str, DividedFunction] | None = None,
+    ) -> RecomputeOptions:
+        """Price a model with the choice that each stage was given. ``traced`` is shared by prices."""
+        traced = {} if traced is None else traced
+        if options.rank_profiles is not None:
+            return cls._on_profiles(options, lambda equal: cls.of_stages(captured, equal, of_stages, traced))
         distinct = tuple(dict.fromkeys(of_stages))
         costs = tuple(replace(options, recompute=choice).price(captured, traced=traced) for choice in distinct)
         return cls(distinct, costs, (), tuple((distinct.index(choice),) for choice in of_stages))
 
     @classmethod
-    def price(cls, captured: Captured, options: PlanOptions, cut_positions: Collection[int] = ()) -> RecomputeOptions:
+    def price(
+        cls,
+        captured: Captured,
+        options: PlanOptions,
+        cut_positions: Collection[int] = (),
+        traced: dict[str, DividedFunction] | None = None,
+    ) -> RecomputeOptions:
         """Price a model with each choice. Segments are cut at the operations ``cut_positions`` in any case.
 
-        Raises as `PlanOptions.price` does.
+        ``traced`` is shared by prices. Raises as `PlanOptions.price` does.
         """
-        traced: dict[str, DividedFunction] = {}
+        traced = {} if traced is None else traced
+        if options.rank_profiles is not None:
+            return cls._on_profiles(options, lambda equal: cls.price(captured, equal, cut_positions, traced))
         containers = _containers(captured)
         block = Recompute.parse({f"{name}.*": "block" for name in containers} or "block")
         basic_choices = {"none": Recompute.parse("none"), "min-cut": Recompute.parse("min-cut"), "block": block}
@@ -90,6 +110,31 @@ class RecomputeOptions:
                 choices = [most if layer is None or layer.number % _PARTS not in chosen else second for layer in layers]
                 costs.append(ChainCosts(mix(priced, choices)))
         return cls(tuple(recompute), tuple(costs), uniform)
+
+    @classmethod
+    def _on_profiles(cls, options: PlanOptions, price: Callable[[PlanOptions], RecomputeOptions]) -> RecomputeOptions:
+        """Price a model on the device of each profile. No choice is for all stages alike, because a stage has the
+        profile of its rank."""
+        assert options.rank_profiles is not None
+        priced = [price(options.on_profile(profile)) for profile in options.rank_profiles.distinct]
+        return cls(
+            tuple(choice for choices in priced for choice in choices.recompute),
+            tuple(costs for choices in priced for costs in choices.costs),
+            (),
+            priced[0].allowed,
+            tuple(number for number, choices in enumerate(priced) for _ in choices.costs),
+        )
+
+    def _allowed_on(self, options: PlanOptions, schedule: Schedule) -> Sequence[Sequence[int]] | None:
+        """Return the choices that each stage may have: those on the profile of its rank."""
+        if options.rank_profiles is None:
+            return self.allowed
+        of_stages = []
+        for stage, rank in enumerate(schedule.placement):
+            number = options.rank_profiles.numbers[rank]
+            choices = [at for at, profile in enumerate(self.profiles) if profile == number]
+            of_stages.append(choices if self.allowed is None else [choices[at] for at in self.allowed[stage]])
+        return of_stages
 
     def only(self, recompute: Collection[Recompute]) -> RecomputeOptions:
         """Return the same options with these choices only."""
@@ -165,7 +210,7 @@ class RecomputeOptions:
     ) -> Problem:
         """Return the choice of cuts and options, where segments cost ``costs`` with each option."""
         schedule = options.schedule_of(stages)
-        return Problem(costs, schedule, memory, options.link, self.allowed, options.factors)
+        return Problem(costs, schedule, memory, options.link, self._allowed_on(options, schedule), options.factors)
 
     def _uniform(self, options: PlanOptions, stages: int) -> Iterator[CutChoice]:
         for option in self.uniform:
@@ -202,9 +247,11 @@ def choose_recompute(captured: Captured, options: PlanOptions, stages: int, is_a
             f"{argument('balance', options.balance)} does not balance time, which a recompute for each stage changes.",
             f"{argument('balance', 'time')}, or one recompute for all stages.",
         )
-    if is_auto or isinstance(options.recompute, Recompute):
+    if is_auto:
         return RecomputeOptions.price(captured, options).choose(options, stages)
-    return RecomputeOptions.of_stages(captured, options, options.recompute).choose(options, stages)
+    recompute = options.recompute
+    of_stages = (recompute,) * stages if isinstance(recompute, Recompute) else recompute
+    return RecomputeOptions.of_stages(captured, options, of_stages).choose(options, stages)
 
 
 def choose_recompute_at(captured: Captured, options: PlanOptions, starts: Sequence[int]) -> CutChoice:

@@ -12,6 +12,7 @@ from msgspec import structs
 
 from pipegraph.cost import ONCE, MemoryFactors, SegmentCost, TransientBytes
 from pipegraph.cost.hardware import Hardware, Link
+from pipegraph.cost.rank_profiles import RankProfiles, load_profiles
 from pipegraph.cost.training_state import TrainingState
 from pipegraph.errors import ScheduleError
 from pipegraph.package import Manifest, StageCost
@@ -167,7 +168,7 @@ def predict_step(
         parts: of each stage, the part of its parameters' bytes that a rank has; by default all.
     """
     costs, plan, planned = _stage_costs(manifest), manifest.prediction, PlannedStep.from_manifest(manifest)
-    links = hardware or pricing_profile(manifest)
+    links = hardware or pricing_devices(manifest)
     times = timeline = step = bubble = None
     is_planned = hardware is None and planned is not None and planned.is_of(schedule) and not schedule.collectives
     if costs is not None and _has_times(manifest):
@@ -251,9 +252,17 @@ def _has_times(manifest: Manifest) -> bool:
 
 
 def pricing_profile(manifest: Manifest) -> Hardware | None:
-    """Return the profile that priced the package; None if it is not one that pipegraph has."""
-    plan = manifest.prediction
-    return Hardware.load(plan.hardware) if plan is not None and plan.hardware in Hardware.names() else None
+    """Return the profile that priced the package; None if it is not one that pipegraph has, or there are several."""
+    devices = pricing_devices(manifest)
+    return devices if isinstance(devices, Hardware) else None
+
+
+def pricing_devices(manifest: Manifest) -> Hardware | RankProfiles | None:
+    """Return the profile that priced the package, or those of its ranks; None if pipegraph does not have them."""
+    names = (
+        {part.partition("*")[0] for part in manifest.prediction.hardware.split(",")} if manifest.prediction else {""}
+    )
+    return load_profiles(manifest.prediction.hardware) if manifest.prediction and names <= {*Hardware.names()} else None
 
 
 def memory_by_kind(manifest: Manifest, schedule: Schedule) -> tuple[RankMemory, ...]:

@@ -49,6 +49,37 @@ def test_precision_and_optimizer_are_planned_for_and_kept(pipegraph: Command, tm
     assert ran.code == 0 and "and this run used --precision" not in ran.out
 
 
+def test_ranks_with_unequal_devices(pipegraph: Command, tmp_path: Path) -> None:
+    file, devices = tmp_path / "plan.json", ("--hardware", "h100,a100", "--memory", "80GiB,40GiB")
+    done = pipegraph("plan", CHAIN, "--ranks", 2, *QUICK[:4], "--recompute", "none,auto", *devices, "-o", file)
+    assert (done.code, done.err) == (0, "")
+    assert "on h100,a100" in done.out
+    assert json.loads(file.read_text())["hardware"] == "h100,a100"
+    split = pipegraph("split", CHAIN, "--plan", file, *devices[2:], "-o", tmp_path / "out")
+    assert split.code == 0 and "on h100,a100" in split.out
+    shown = pipegraph("show", tmp_path / "out")
+    assert shown.code == 0
+    ran = pipegraph("run", tmp_path / "out", "--nproc", 1, "--kernels", "eager", "--steps", 1)
+    assert ran.code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "advice"),
+    [
+        (("--ranks", 3, "--hardware", "h100,a100"), "each of 3 ranks"),
+        (("--ranks", 2, "--hardware", "h100,a10"), "a100"),
+        (("--ranks", 2, "--hardware", "h100*,a100"), "h100*4,a100*4"),
+        (("--ranks", 2, "--hardware", "h100", "--memory", "80GiB*3"), "one for each rank"),
+        (("--ranks", 2, "--hardware", "h100", "--memory", "80GiB*x"), "80GiB*4,40GiB*4"),
+        (("--devices", 2, "--global-batch", 8, "--hardware", "h100,a100"), "--ranks"),
+        (("--devices", 2, "--global-batch", 8, "--memory", "80GiB,40GiB"), "--ranks"),
+    ],
+)
+def test_unequal_devices_that_are_no_ranks(pipegraph: Command, arguments: tuple[object, ...], advice: str) -> None:
+    done = pipegraph("plan", CHAIN, *arguments)
+    assert done.code in (2, 3) and advice in " ".join(done.err.split())
+
+
 def test_a_cluster_with_zero1(pipegraph: Command) -> None:
     options = ("--devices", 4, "--global-batch", 64, *QUICK[:2], "--hardware", "h100", "--precision", "bf16-master")
     plans = [json.loads(pipegraph("plan", CHAIN, *options, *more, "--json").out)["plan"] for more in ((), ("--zero1",))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -11,7 +12,7 @@ import numpy as np
 from pipegraph.cost import SegmentCost
 from pipegraph.planner.solver.makespan import Makespan
 from pipegraph.planner.solver.memory_need import MemoryNeed
-from pipegraph.planner.solver.prefix_sums import Floats, Integers, LinearBound, quantities_of
+from pipegraph.planner.solver.prefix_sums import Booleans, Floats, Integers, LinearBound, quantities_of
 
 if TYPE_CHECKING:
     from highspy import Highs, HighsModelStatus
@@ -150,7 +151,7 @@ _EXACT = 1e-6  # of the solution of a linear program
 
 
 class FractionalStages:
-    """Stages that may have any parts of any segments, each part with any option that some stage may have.
+    """Stages that may have any parts of any segments, each part with any option that the stage may have.
 
     Cuts and options are one way to fill them, so none takes less than the fastest way. As a makespan, and what a rank
     needs, is the largest of linear bounds, a linear program finds it. Segments that have the same costs to choose from
@@ -158,23 +159,33 @@ class FractionalStages:
 
     Args:
         options: the costs of the segments with each option.
+        allowed: the options that stages may have: (stages, options).
         makespan, memory: of stages with these options.
     """
 
-    def __init__(self, options: Sequence[Sequence[SegmentCost]], makespan: Makespan, memory: MemoryNeed) -> None:
+    def __init__(
+        self,
+        options: Sequence[Sequence[SegmentCost]],
+        allowed: Booleans,
+        makespan: Makespan,
+        memory: MemoryNeed,
+    ) -> None:
         self._makespan, self._memory = makespan, memory
-        kinds: dict[tuple[str, frozenset[tuple[float, ...]]], list[int]] = {}
+        allowed_sets, set_of_stage = np.unique(allowed, axis=0, return_inverse=True)
+        kinds: dict[tuple[str, tuple[frozenset[tuple[float, ...]], ...]], list[int]] = {}
         for number, costs in enumerate(zip(*options, strict=True)):
             place = {0: "first", len(options[0]) - 1: "last"}.get(number, "between")
-            kinds.setdefault((place, frozenset(map(quantities_of, costs))), []).append(number)
+            figures = [*map(quantities_of, costs)]
+            choices_of_sets = tuple(frozenset(itertools.compress(figures, row)) for row in allowed_sets)
+            kinds.setdefault((place, choices_of_sets), []).append(number)
         every = range(memory.stages)
         stages = {"first": every[:1], "between": every, "last": every[-1:]}
         self._counts = np.array([len(numbers) for numbers in kinds.values()])
         choices = [
             (kind, stage, cost)
-            for kind, (place, costs) in enumerate(kinds)
+            for kind, (place, choices_of_sets) in enumerate(kinds)
             for stage in stages[place]
-            for cost in sorted(costs)
+            for cost in sorted(choices_of_sets[set_of_stage.flat[stage]])
         ]
         self._kinds, self._stage, costs_of = (np.array(column) for column in zip(*choices, strict=True))
         self._costs: Floats = costs_of.T  # (quantities, variables)

@@ -247,8 +247,7 @@ class Problem:
     def fractional_bound(self, enough: float = math.inf) -> float:
         """Return what no cuts and options go below, which stages of parts of segments show; infinite if nothing fits.
         It is not made tighter than ``enough``."""
-        used = [costs for costs, may in zip(self._options, self._allowed.T, strict=True) if may.any()]
-        return FractionalStages(used, self._makespan, self._memory).least_makespan(enough)
+        return FractionalStages(self._options, self._allowed, self._makespan, self._memory).least_makespan(enough)
 
     def solve(
         self,

@@ -13,7 +13,7 @@ from pipegraph.errors import ArgumentError, PlanError, nearest
 from pipegraph.schedule import PLACEMENTS, Schedule, check
 from pipegraph.schedule.build import schedule_for_stages
 from pipegraph.schedule.lower import without_transfers
-from pipegraph.units import format_number_of, parse_bytes
+from pipegraph.units import format_number_of, parse_bytes, parse_rank_bytes
 
 
 def _is_figure(value: object) -> bool:
@@ -68,8 +68,14 @@ def check_numbers(effort: float, receives_ahead: int = 0, alternatives: int = 0)
 
 
 def parse_memory(memory_bytes: float | str | Sequence[float | str] | None) -> float | tuple[float, ...] | None:
-    """Return bytes, of which each may be written as `parse_bytes` reads it. Raises ArgumentError."""
-    if isinstance(memory_bytes, Iterable) and not isinstance(memory_bytes, str):
+    """Return bytes, of which each may be written as `parse_bytes` reads it, or all as `parse_rank_bytes` does. Raises
+    ArgumentError."""
+    if isinstance(memory_bytes, str):
+        try:
+            return parse_rank_bytes(memory_bytes)
+        except ValueError as error:
+            raise ArgumentError(str(error)) from None
+    if isinstance(memory_bytes, Iterable):
         limits = tuple(_bytes(limit) for limit in memory_bytes)
         if not limits:
             raise ArgumentError("memory_bytes is empty.", 'memory_bytes="80GiB", or one figure for each rank.')

@@ -9,7 +9,7 @@ from typing import Any
 
 from pipegraph.errors import one_line
 from pipegraph.planner.run_comparison import PredictedAndMeasured, RunComparison
-from pipegraph.planner.step_prediction import describe_step, pricing_profile
+from pipegraph.planner.step_prediction import describe_step, pricing_devices
 from pipegraph.report.text import Table, fits, table
 from pipegraph.schedule import CollectiveKind, Kind, Timeline
 from pipegraph.tracing.analysis.measured_steps import RankIdleTime
@@ -256,7 +256,7 @@ def remarks(analysis: RunAnalysis) -> Iterator[str]:
         if any(hop < run.clock_error for hop in analysis.times.hops.values()):
             yield "note: messages took less than that, so transfers and overhead can hardly be separated"
     yield from (f"note: {assumption}" for assumption in analysis.times.assumed)
-    if analysis.expected is not None and run.manifest is not None and pricing_profile(run.manifest) is None:
+    if analysis.expected is not None and run.manifest is not None and pricing_devices(run.manifest) is None:
         yield "note: the links of the profile that priced the package are not known: predicted messages take no time"
     if (incomplete := [str(step.number) for step in analysis.steps if not step.complete]) and not run.problems:
         steps = f"step{'s' if len(incomplete) > 1 else ''} {', '.join(incomplete)}"
