@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 
 from pipegraph.errors import nearest
 from pipegraph.units import parse_bytes, parse_rank_bytes
@@ -101,254 +102,274 @@ class Option:
 _OUT: Final = ("--out", "-o")
 _PLANNED: Final = "[default: the plan's, else 1]"
 
-OPTIONS: Final[dict[str, Option]] = {
-    # What a command reads
-    "model": Option("MODEL", "file.py, file.py:NAME, or hf:DIR_OR_CONFIG.json."),
-    "run.model": Option(
-        "MODEL",
-        "Take data, loss_fn, metrics, optimizer and scheduler from here; without data example_inputs and "
-        "example_target. [default: seeded inputs, mean square, AdamW]",
-    ),
-    "out": Option("OUT", "The folder that `pipegraph split` wrote.", parser=parse_folder),
-    "export.checkpoint": Option(
-        "CHECKPOINT", "The folder that run --checkpoint or pipe.save wrote, or one of the step-… folders in it."
-    ),
-    "schedule.name": Option(
-        "NAME", "1f1b, zb-v, …; a CSV file; or search, which looks for the fastest order.", complete=complete_schedule
-    ),
-    "folder": Option("DIR", "A run's folder, or the one given to --profile: then its newest run."),
-    "plan_file": Option("FILE", "Cut where `pipegraph plan -o FILE` says.", flags=("--plan",)),
-    "batch": Option("B", "Rows of a microbatch. [default: the example's, 1 for hf:]", min=1),
-    "seq": Option("T", "Tokens per row. [default: the example's, 128 for hf:]", min=1),
-    "batch_dim": Option(
-        "NAME=DIM|whole|list",
-        "Role of an input: the dimension of its rows, or whole or list. Once for each; others are inferred.",
-    ),
-    "attention_mask": Option("", "For hf: the stages take a mask, and so padded batches."),
-    "weights": Option(
-        "DIR",
-        "Folder of a Hugging Face or torch.distributed.checkpoint checkpoint: each rank reads its own weights. "
-        "[default: OUT's]",
-    ),
-    "split.weights": Option(
-        "DIR", "Write the weights of this checkpoint, one stage at a time. [default: the model's own]"
-    ),
-    "rename": Option(
-        "PATTERN=NEW",
-        "Replace a regular expression in the names of --weights, ^module[.]=. Once for each.",
-    ),
-    "rows": Option("NAME=N", "Take N rows of a tensor of --weights that another tool padded. Once for each."),
-    "check_weights": Option(
-        "",
-        "Compare the files of weights with their digests; without it, changed ones are taken as they are.",
-        flags=("--check-weights/--no-check-weights",),
-    ),
-    "pipeline": Option("N", "Which pipeline of a mesh, from 0 on."),
-    # Stages
-    "points": Option(
-        "FQN,…",
-        "Modules that start a stage, in the model's order; layers.3:end starts one after layers.3, layer@2 one at its "
-        "second call. Or Megatron's layout of the stages: 'Et*3|(tt|)*4,L'.",
-    ),
-    "stages": Option("N", "Cut into N stages at the best places.", min=1),
-    "balance": Option(
-        "WHAT",
-        "With --stages, what to balance: time, measured (here), auto (layers measured here within seconds, the rest as "
-        "time), flops, parameters, memory, uniform (equally many segments), type:REGEX (layers of a class). "
-        "[default: time]",
-    ),
-    "plan.balance": Option("time|measured|auto", "Where times are from."),
-    "recompute": Option(
-        "R", "none, min-cut, block, offload; auto: chosen with the cuts; or for modules: 'layers.*=block,*.mlp=none'."
-    ),
-    "plan.recompute": Option(
-        "R",
-        "What a backward computes again, as for split; several to compare: none,block, or --recompute once more. "
-        "[default: none,min-cut,block]",
-    ),
-    "relay_skips": Option(
-        "", "Hand a value for a later stage on through the stages in between, as torch's PipelineStage needs it."
-    ),
-    "no_weights": Option("", "Write no weights: `pipegraph run --weights DIR` reads a checkpoint's."),
-    # Schedules
-    "schedule": Option(
-        "NAME",
-        "Order of the work: 1f1b, gpipe, …, or a CSV file. [default: the package's plan, else 1f1b]",
-        complete=complete_schedule,
-    ),
-    "split.schedule": Option("NAME", "Order of the work: 1f1b, gpipe, …", complete=complete_schedule),
-    "plan.schedule": Option(
-        "NAME,…", "Schedules to compare. [default: all of them]", parser=partial(parse_names, option="--schedule")
-    ),
-    "microbatches": Option("M", "Microbatches of a step. [default: the package's plan, else as many as stages]", min=1),
-    "split.microbatches": Option("M", "Microbatches of a step.", min=1),
-    "schedule.microbatches": Option("M", "Microbatches of a step.", min=1),
-    "plan.microbatches": Option(
-        "M,…",
-        "Microbatches of a step. [default: 2 and 4 a rank]",
-        parser=partial(parse_numbers, option="--microbatches"),
-    ),
-    "stages_per_rank": Option(
-        "V,…",
-        "Stages on a rank. [default: 1 or 2, 4 if these are few]",
-        parser=partial(parse_numbers, option="--stages-per-rank"),
-    ),
-    "chunks": Option("V", "Stages of a rank. [default: the schedule's own]", min=1),
-    "times": Option(
-        "FILE",
-        'JSON with seconds per stage: {"forward": […], "input_grad": […], "weight_grad": […], "hop": 0.0}. '
-        "[default: F, I and W take 1 each]",
-    ),
-    "memory_limit": Option("N", "Saved activations that a rank may hold, each of one stage and microbatch.", min=1),
-    "placement": Option("loop|v", "Where search places the stages. [default: loop]"),
-    "effort": Option("X", "Scales how long search looks: 1 is some ten seconds. [default: 1]", min=0.0),
-    "join": Option(
-        "", "One B for I and W if nothing waits for that. search does so by itself.", flags=("--join-backwards",)
-    ),
-    "sharded": Option("", "All stages are sharded: draw where their parameters are gathered."),
-    "resident": Option("N", "How many sharded stages of a rank may be whole at a time. [default: all]", min=1),
-    # Ranks
-    "split.ranks": Option(
-        "N", "Ranks, for schedules with any number of stages on a rank. [default: as the schedule has it]", min=1
-    ),
-    "plan.ranks": Option("N", "Ranks that hold the stages.", min=1),
-    "schedule.ranks": Option("P", "Ranks that hold the stages.", min=1),
-    "calibrate.ranks": Option(
-        "N",
-        "Processes whose links are measured; 1 assumes links through the host. [default: 2; 1 with one GPU]",
-        min=1,
-        max=1024,
-    ),
-    "devices": Option("N", "In place of --ranks: devices to divide into pp × dp_replicate × dp_shard × tp.", min=1),
-    "global_batch": Option("ROWS", "With --devices: rows of a step, of all devices.", min=1),
-    "nproc": Option(
-        "N", "Processes to start; 1 runs every stage in this one. [default: the ranks of the schedule]", min=1
-    ),
-    "dp_replicate": Option(
-        "N", f"Pipelines that train the model together, each with the whole of it. {_PLANNED}", min=1
-    ),
-    "dp_shard": Option("N", f"Ranks that share a stage's parameters, for batches of their own. {_PLANNED}", min=1),
-    "tp": Option("N", f"Ranks that divide each layer, by the package's own tp_plan. {_PLANNED}", min=1),
-    "mesh_order": Option("NAMES", "The dimensions of the mesh; ranks along the last are neighbours."),
-    # Devices
-    "memory": Option(
-        "SIZE", "What a rank has: 80GiB, 16GB, 500MB, bytes; 80GiB*4,40GiB*4 if ranks differ.", parser=parse_rank_memory
-    ),
-    "hardware": Option(
-        "NAME|FILE",
-        "Profile that prices the model: h100, …, or what calibrate wrote; h100*4,a100*4 if ranks are unequal.",
-    ),
-    "run.hardware": Option(
-        "NAME|FILE",
-        "Profile whose links a step is predicted with; stages keep the package's times. [default: the one that priced "
-        "the package]",
-    ),
-    "device": Option("cpu|cuda", "What --balance measured and auto run on."),
-    "run.device": Option("cpu|cuda", "Where to run; with cuda, a GPU per rank."),
-    "calibrate.device": Option("cpu|cuda", "What to measure; with cuda, a GPU per rank."),
-    "threads": Option(
-        "N",
-        "Threads of a rank. [default: as `pipegraph run` starts them: OMP_NUM_THREADS, or cores ÷ ranks]",
-        min=1,
-        max=1024,
-    ),
-    # Training
-    "steps": Option(
-        "K",
-        "Steps to run, those before a checkpoint included; times are measured from the second one on. "
-        "[default: until MODEL's data ends; without data 1, with --profile 4]",
-        min=1,
-    ),
-    "profile": Option(
-        "DIR",
-        "Record every step but the first, which warms up, in a new folder in DIR: a trace for each rank. With MODEL's "
-        "data, three steps, and the scalars of all.",
-    ),
-    "checkpoint": Option(
-        "DIR", "Save the run in DIR on its way, at its end and at SIGTERM; continue from the newest checkpoint there."
-    ),
-    "checkpoint_every": Option(
-        "K",
-        "Steps from one checkpoint to the next. [default: 100]",
-        min=1,
-        flags=("--checkpoint-every", "--save-every"),
-    ),
-    "keep": Option("N", "How many checkpoints stay. [default: 3]", min=1),
-    "learning_rate": Option(
-        "LR",
-        "AdamW's learning rate; 0 leaves the weights as they are. Not with MODEL's optimizer. [default: 0.001]",
-        min=0.0,
-    ),
-    "kernels": Option("NAME", "inductor (compiled), eager (divided, uncompiled) or autograd."),
-    "precision": Option(
-        "NAME",
-        "bf16 or fp16 (float32 parameters, computed with in 16 bits), bf16-true, fp16-true or fp32. "
-        "[default: the package's dtypes]",
-    ),
-    "seed": Option(
-        "N",
-        "Draw dropout and other random numbers from this seed, alike for every split and number of processes. "
-        "[default: torch's generators]",
-    ),
-    "strict": Option("", "Fail if a stage cannot be compiled, in place of leaving it to autograd."),
-    "dynamic": Option(
-        "WHEN",
-        "Compile kernels for all sizes from the second shape on (auto), from the first step (true), or not (false).",
-    ),
-    "cuda_graphs": Option(
-        "", "Launch the kernels of each action at once, for more memory: faster where a GPU waits for the host."
-    ),
-    "timeout": Option(
-        "SECONDS",
-        "How long a rank waits for another one before the run fails; longer than a step. [default: 1800]",
-        min=0.1,
-    ),
-    **dict.fromkeys(
-        ("plan.precision", "split.precision"),
-        Option(
-            "fp32|bf16|…",
-            "The dtypes that the model is trained in: those of run, bf16-master (an optimizer with float32 copies of "
-            "bfloat16 parameters) or fp8. [default: the model's own]",
+OPTION_GROUPS: Final[dict[str, dict[str, Option]]] = {
+    "Model, batches and weights": {
+        "model": Option("MODEL", "file.py, file.py:NAME, or hf:DIR_OR_CONFIG.json."),
+        "run.model": Option(
+            "MODEL",
+            "Take data, loss_fn, metrics, optimizer and scheduler from here; without data example_inputs and "
+            "example_target. [default: seeded inputs, mean square, AdamW]",
         ),
-    ),
-    "optimizer": Option("NAME", "The optimizer whose state counts: adamw, sgd, sgd-momentum, muon or adafactor."),
-    "optimizer_bytes": Option("BYTES", "Of another optimizer: bytes of its state for each parameter.", min=0),
-    "zero1": Option("", "Let the ranks along dp_replicate divide the optimizer's state (ZeRO-1)."),
-    "recalibrate": Option(
-        "FILE",
-        "Write here the profile that priced the package, corrected by what was measured: a new file, or that "
-        "profile's own.",
-    ),
-    # What a command writes
-    "split.out": Option("OUT", "Folder to write. [default: build/NAME]", flags=_OUT),
-    "plan.out": Option("FILE", "Write the best plan, for split --plan.", flags=_OUT),
-    "calibrate.out": Option("FILE", "Write the profile here, as JSON.", flags=_OUT),
-    "merge.out": Option("FILE", "The merged trace: trace.json.gz.", flags=_OUT),
-    "export.folder": Option("DIR", "A new folder to write.", flags=_OUT),
-    "shard_size": Option(
-        "SIZE",
-        "The largest size of a file, and about the memory that a rank needs. [default: 5GB]",
-        parser=parse_memory,
-    ),
-    "operations": Option("", "Keep the operations and kernels below the actions."),
-    "html": Option("FILE", "Write a page, for any browser."),
-    "report.html": Option("FILE", "Write a page with the timeline, for any browser."),
-    "svg": Option("FILE", "Write a picture of it."),
-    "schedule.svg": Option("FILE", "Write a picture of it over time."),
-    "csv": Option("FILE", "Write its actions, as torch reads them."),
-    "dry_run": Option("", "Show the stages and write nothing."),
-    "check": Option("", "Write nothing; print a diff, and exit with 1 if OUT would change."),
-    "overwrite": Option("", "Replace the file if it exists."),
-    "split.overwrite": Option("", "Replace a package that pipegraph wrote."),
-    "plan.overwrite": Option("", "Replace FILE even if it is not a plan."),
-    "export.overwrite": Option("", "Replace what an earlier export wrote there."),
-    "report.overwrite": Option("", "Replace the page if it exists."),
-    "wide": Option("", "Show all columns, and no line broken, however wide the terminal is."),
-    "json": Option("", "Print the result as JSON."),
-    # `main` reads it, because it also handles errors of parsing.
-    "debug": Option("", "Show the traceback of an error."),
+        "out": Option("OUT", "The folder that `pipegraph split` wrote.", parser=parse_folder),
+        "export.checkpoint": Option(
+            "CHECKPOINT", "The folder that run --checkpoint or pipe.save wrote, or one of the step-… folders in it."
+        ),
+        "schedule.name": Option(
+            "NAME",
+            "1f1b, zb-v, …; a CSV file; or search, which looks for the fastest order.",
+            complete=complete_schedule,
+        ),
+        "folder": Option("DIR", "A run's folder, or the one given to --profile: then its newest run."),
+        "plan_file": Option("FILE", "Cut where `pipegraph plan -o FILE` says.", flags=("--plan",)),
+        "batch": Option("B", "Rows of a microbatch. [default: the example's, 1 for hf:]", min=1),
+        "seq": Option("T", "Tokens per row. [default: the example's, 128 for hf:]", min=1),
+        "batch_dim": Option(
+            "NAME=DIM|whole|list",
+            "Role of an input: the dimension of its rows, or whole or list. Once for each; others are inferred.",
+        ),
+        "attention_mask": Option("", "For hf: the stages take a mask, and so padded batches."),
+        "weights": Option(
+            "DIR",
+            "Folder of a Hugging Face or torch.distributed.checkpoint checkpoint: each rank reads its own weights. "
+            "[default: OUT's]",
+        ),
+        "split.weights": Option(
+            "DIR", "Write the weights of this checkpoint, one stage at a time. [default: the model's own]"
+        ),
+        "rename": Option(
+            "PATTERN=NEW",
+            "Replace a regular expression in the names of --weights, ^module[.]=. Once for each.",
+        ),
+        "rows": Option("NAME=N", "Take N rows of a tensor of --weights that another tool padded. Once for each."),
+        "check_weights": Option(
+            "",
+            "Compare the files of weights with their digests; without it, changed ones are taken as they are.",
+            flags=("--check-weights/--no-check-weights",),
+        ),
+        "pipeline": Option("N", "Which pipeline of a mesh, from 0 on."),
+    },
+    "Stages": {
+        "points": Option(
+            "FQN,…",
+            "Modules that start a stage, in the model's order; layers.3:end starts one after layers.3, layer@2 one at "
+            "its second call. Or Megatron's layout of the stages: 'Et*3|(tt|)*4,L'.",
+        ),
+        "stages": Option("N", "Cut into N stages at the best places.", min=1),
+        "balance": Option(
+            "WHAT",
+            "With --stages, what to balance: time, measured (here), auto (layers measured here within seconds, the "
+            "rest as time), flops, parameters, memory, uniform (equally many segments), type:REGEX (layers of a "
+            "class). [default: time]",
+        ),
+        "plan.balance": Option("time|measured|auto", "Where times are from."),
+        "recompute": Option(
+            "R",
+            "none, min-cut, block, offload; auto: chosen with the cuts; or for modules: 'layers.*=block,*.mlp=none'.",
+        ),
+        "plan.recompute": Option(
+            "R",
+            "What a backward computes again, as for split; several to compare: none,block, or --recompute once more. "
+            "[default: none,min-cut,block]",
+        ),
+        "relay_skips": Option(
+            "", "Hand a value for a later stage on through the stages in between, as torch's PipelineStage needs it."
+        ),
+        "no_weights": Option("", "Write no weights: `pipegraph run --weights DIR` reads a checkpoint's."),
+    },
+    "Schedule": {
+        "schedule": Option(
+            "NAME",
+            "Order of the work: 1f1b, gpipe, …, or a CSV file. [default: the package's plan, else 1f1b]",
+            complete=complete_schedule,
+        ),
+        "split.schedule": Option("NAME", "Order of the work: 1f1b, gpipe, …", complete=complete_schedule),
+        "plan.schedule": Option(
+            "NAME,…", "Schedules to compare. [default: all of them]", parser=partial(parse_names, option="--schedule")
+        ),
+        "microbatches": Option(
+            "M", "Microbatches of a step. [default: the package's plan, else as many as stages]", min=1
+        ),
+        "split.microbatches": Option("M", "Microbatches of a step.", min=1),
+        "schedule.microbatches": Option("M", "Microbatches of a step.", min=1),
+        "plan.microbatches": Option(
+            "M,…",
+            "Microbatches of a step. [default: 2 and 4 a rank]",
+            parser=partial(parse_numbers, option="--microbatches"),
+        ),
+        "stages_per_rank": Option(
+            "V,…",
+            "Stages on a rank. [default: 1 or 2, 4 if these are few]",
+            parser=partial(parse_numbers, option="--stages-per-rank"),
+        ),
+        "chunks": Option("V", "Stages of a rank. [default: the schedule's own]", min=1),
+        "times": Option(
+            "FILE",
+            'JSON with seconds per stage: {"forward": […], "input_grad": […], "weight_grad": […], "hop": 0.0}. '
+            "[default: F, I and W take 1 each]",
+        ),
+        "memory_limit": Option("N", "Saved activations that a rank may hold, each of one stage and microbatch.", min=1),
+        "placement": Option("loop|v", "Where search places the stages. [default: loop]"),
+        "effort": Option("X", "Scales how long search looks: 1 is some ten seconds. [default: 1]", min=0.0),
+        "join": Option(
+            "", "One B for I and W if nothing waits for that. search does so by itself.", flags=("--join-backwards",)
+        ),
+        "sharded": Option("", "All stages are sharded: draw where their parameters are gathered."),
+        "resident": Option("N", "How many sharded stages of a rank may be whole at a time. [default: all]", min=1),
+    },
+    "Ranks": {
+        "split.ranks": Option(
+            "N", "Ranks, for schedules with any number of stages on a rank. [default: as the schedule has it]", min=1
+        ),
+        "plan.ranks": Option("N", "Ranks that hold the stages.", min=1),
+        "schedule.ranks": Option("P", "Ranks that hold the stages.", min=1),
+        "calibrate.ranks": Option(
+            "N",
+            "Processes whose links are measured; 1 assumes links through the host. [default: 2; 1 with one GPU]",
+            min=1,
+            max=1024,
+        ),
+        "devices": Option("N", "In place of --ranks: devices to divide into pp × dp_replicate × dp_shard × tp.", min=1),
+        "global_batch": Option("ROWS", "With --devices: rows of a step, of all devices.", min=1),
+        "nproc": Option(
+            "N", "Processes to start; 1 runs every stage in this one. [default: the ranks of the schedule]", min=1
+        ),
+        "dp_replicate": Option(
+            "N", f"Pipelines that train the model together, each with the whole of it. {_PLANNED}", min=1
+        ),
+        "dp_shard": Option("N", f"Ranks that share a stage's parameters, for batches of their own. {_PLANNED}", min=1),
+        "tp": Option("N", f"Ranks that divide each layer, by the package's own tp_plan. {_PLANNED}", min=1),
+        "mesh_order": Option("NAMES", "The dimensions of the mesh; ranks along the last are neighbours."),
+    },
+    "Devices": {
+        "memory": Option(
+            "SIZE",
+            "What a rank has: 80GiB, 16GB, 500MB, bytes; 80GiB*4,40GiB*4 if ranks differ.",
+            parser=parse_rank_memory,
+        ),
+        "hardware": Option(
+            "NAME|FILE",
+            "Profile that prices the model: h100, …, or what calibrate wrote; h100*4,a100*4 if ranks are unequal.",
+        ),
+        "run.hardware": Option(
+            "NAME|FILE",
+            "Profile whose links a step is predicted with; stages keep the package's times. [default: the one that "
+            "priced the package]",
+        ),
+        "device": Option("cpu|cuda", "What --balance measured and auto run on."),
+        "run.device": Option("cpu|cuda", "Where to run; with cuda, a GPU per rank."),
+        "calibrate.device": Option("cpu|cuda", "What to measure; with cuda, a GPU per rank."),
+        "threads": Option(
+            "N",
+            "Threads of a rank. [default: as `pipegraph run` starts them: OMP_NUM_THREADS, or cores ÷ ranks]",
+            min=1,
+            max=1024,
+        ),
+    },
+    "Training": {
+        "steps": Option(
+            "K",
+            "Steps to run, those before a checkpoint included; times are measured from the second one on. "
+            "[default: until MODEL's data ends; without data 1, with --profile 4]",
+            min=1,
+        ),
+        "profile": Option(
+            "DIR",
+            "Record every step but the first, which warms up, in a new folder in DIR: a trace for each rank. With "
+            "MODEL's data, three steps, and the scalars of all.",
+        ),
+        "checkpoint": Option(
+            "DIR",
+            "Save the run in DIR on its way, at its end and at SIGTERM; continue from the newest checkpoint there.",
+        ),
+        "checkpoint_every": Option(
+            "K",
+            "Steps from one checkpoint to the next. [default: 100]",
+            min=1,
+            flags=("--checkpoint-every", "--save-every"),
+        ),
+        "keep": Option("N", "How many checkpoints stay. [default: 3]", min=1),
+        "learning_rate": Option(
+            "LR",
+            "AdamW's learning rate; 0 leaves the weights as they are. Not with MODEL's optimizer. [default: 0.001]",
+            min=0.0,
+        ),
+        "kernels": Option("NAME", "inductor (compiled), eager (divided, uncompiled) or autograd."),
+        "precision": Option(
+            "NAME",
+            "bf16 or fp16 (float32 parameters, computed with in 16 bits), bf16-true, fp16-true or fp32. "
+            "[default: the package's dtypes]",
+        ),
+        "seed": Option(
+            "N",
+            "Draw dropout and other random numbers from this seed, alike for every split and number of processes. "
+            "[default: torch's generators]",
+        ),
+        "strict": Option("", "Fail if a stage cannot be compiled, in place of leaving it to autograd."),
+        "dynamic": Option(
+            "WHEN",
+            "Compile kernels for all sizes from the second shape on (auto), from the first step (true), or not "
+            "(false).",
+        ),
+        "cuda_graphs": Option(
+            "", "Launch the kernels of each action at once, for more memory: faster where a GPU waits for the host."
+        ),
+        "timeout": Option(
+            "SECONDS",
+            "How long a rank waits for another one before the run fails; longer than a step. [default: 1800]",
+            min=0.1,
+        ),
+        **dict.fromkeys(
+            ("plan.precision", "split.precision"),
+            Option(
+                "fp32|bf16|…",
+                "The dtypes that the model is trained in: those of run, bf16-master (an optimizer with float32 copies "
+                "of bfloat16 parameters) or fp8. [default: the model's own]",
+            ),
+        ),
+        "optimizer": Option("NAME", "The optimizer whose state counts: adamw, sgd, sgd-momentum, muon or adafactor."),
+        "optimizer_bytes": Option("BYTES", "Of another optimizer: bytes of its state for each parameter.", min=0),
+        "zero1": Option("", "Let the ranks along dp_replicate divide the optimizer's state (ZeRO-1)."),
+        "recalibrate": Option(
+            "FILE",
+            "Write here the profile that priced the package, corrected by what was measured: a new file, or that "
+            "profile's own.",
+        ),
+    },
+    "Output": {
+        "split.out": Option("OUT", "Folder to write. [default: build/NAME]", flags=_OUT),
+        "plan.out": Option("FILE", "Write the best plan, for split --plan.", flags=_OUT),
+        "calibrate.out": Option("FILE", "Write the profile here, as JSON.", flags=_OUT),
+        "merge.out": Option("FILE", "The merged trace: trace.json.gz.", flags=_OUT),
+        "export.folder": Option("DIR", "A new folder to write.", flags=_OUT),
+        "shard_size": Option(
+            "SIZE",
+            "The largest size of a file, and about the memory that a rank needs. [default: 5GB]",
+            parser=parse_memory,
+        ),
+        "operations": Option("", "Keep the operations and kernels below the actions."),
+        "html": Option("FILE", "Write a page, for any browser."),
+        "report.html": Option("FILE", "Write a page with the timeline, for any browser."),
+        "svg": Option("FILE", "Write a picture of it."),
+        "schedule.svg": Option("FILE", "Write a picture of it over time."),
+        "csv": Option("FILE", "Write its actions, as torch reads them."),
+        "dry_run": Option("", "Show the stages and write nothing."),
+        "check": Option("", "Write nothing; print a diff, and exit with 1 if OUT would change."),
+        "overwrite": Option("", "Replace the file if it exists."),
+        "split.overwrite": Option("", "Replace a package that pipegraph wrote."),
+        "plan.overwrite": Option("", "Replace FILE even if it is not a plan."),
+        "export.overwrite": Option("", "Replace what an earlier export wrote there."),
+        "report.overwrite": Option("", "Replace the page if it exists."),
+        "verbose": Option("", "Print the layout of the stages as well, as --points reads it."),
+        "wide": Option("", "Show all columns, and no line broken, however wide the terminal is."),
+        "json": Option("", "Print the result as JSON."),
+        # `main` reads it, because it also handles errors of parsing.
+        "debug": Option("", "Show the traceback of an error."),
+    },
 }
-"""Name of a field → the option; ``command.name`` → that of one command, which others show in another way."""
+"""Title in the help → name of a field → the option. ``command.name`` is that of one command, which others show in
+another way."""
+
+OPTIONS: Final = {name: option for options in OPTION_GROUPS.values() for name, option in options.items()}
 
 # ---- commands --------------------------------------------------------------------------------------------------------
 
@@ -359,8 +380,10 @@ class Command(ABC):
 
     Attributes:
         explicit: the names of the options that the user wrote.
+        usual: the fields of the options that are used the most, which come first in the help of a command with many.
     """
 
+    usual: ClassVar[tuple[str, ...]] = ()
     json: bool = False
     debug: bool = False
     explicit: frozenset[str] = frozenset()
@@ -386,7 +409,51 @@ def add_command(app: typer.Typer, name: str, command: type[Command]) -> None:
         [context, *(_parameter(name, field, types[field.name]) for field in option_fields)]
     )
     call.__annotations__ = {}
-    app.command(name, help=command.__doc__)(call)
+    app.command(name, help=command.__doc__, cls=_grouping(name, command))(call)
+
+
+_MANY: Final = 12
+"""A command with more options shows them in groups."""
+
+
+def _grouping(name: str, command: type[Command]) -> type[TyperCommand]:
+    """Return typer's class of a command, with a help whose options stand in groups."""
+
+    class GroupedCommand(TyperCommand):
+        def format_options(self, ctx: Any, formatter: Any) -> None:
+            shown = [(param, record) for param in self.get_params(ctx) if (record := param.get_help_record(ctx))]
+            number = sum(param.param_type_name == "option" for param, _ in shown)
+            shown.sort(key=lambda pair: command.usual.index(pair[0].name) if pair[0].name in command.usual else number)
+            groups: dict[str, list[tuple[str, str]]] = {
+                title: [] for title in ("Arguments", "Options", "Usual options", *OPTION_GROUPS)
+            }
+            for param, record in shown:
+                groups[_title(name, command, param, number)].append(record)
+            for title, records in groups.items():
+                if records:
+                    with formatter.section(title):
+                        formatter.write_dl(records)
+
+    return GroupedCommand
+
+
+def _title(name: str, command: type[Command], param: Any, number: int) -> str:
+    """Return the title under which the help shows a parameter.
+
+    Args:
+        name: of the command.
+        number: how many options it has.
+    """
+    if param.param_type_name == "argument":
+        return "Arguments"
+    if number <= _MANY:
+        return "Options"
+    if param.name in command.usual:
+        return "Usual options"
+    titles = (
+        title for title, options in OPTION_GROUPS.items() if {f"{name}.{param.name}", param.name} & options.keys()
+    )
+    return next(titles, "Output")
 
 
 def _parameter(command: str, field: Field[Any], kind: Any) -> inspect.Parameter:

@@ -35,6 +35,19 @@ class PlanCommand(Command):
       pipegraph plan examples/transformer.py --ranks 2
     """
 
+    usual = (
+        "ranks",
+        "devices",
+        "global_batch",
+        "memory",
+        "hardware",
+        "precision",
+        "schedule",
+        "microbatches",
+        "recompute",
+        "out",
+    )
+
     model: str
     ranks: int | None = None
     devices: int | None = None
@@ -57,6 +70,7 @@ class PlanCommand(Command):
     batch_dim: list[str] | None = None
     attention_mask: bool = False
     overwrite: bool = False
+    verbose: bool = False
     wide: bool = False
 
     def run(self) -> None:
@@ -173,7 +187,7 @@ class PlanCommand(Command):
             print_json(plan_comparison_dict(comparison, best))
         else:
             print_text(lambda width: f"{render_plan_comparison(comparison, width)}\n", self.wide)
-            print_drawing(lambda width, coloured: render_plan(best, width, coloured), self.wide)
+            print_drawing(lambda width, coloured: render_plan(best, width, coloured, self.verbose), self.wide)
         self._write(PlanFile.from_plan(best))
 
     def _plan_cluster(self, source: ModelSource, options: PlanOptions, devices: int, global_batch: int) -> None:
@@ -217,7 +231,7 @@ class PlanCommand(Command):
                 lambda width: f"{render_joint_comparison(comparison, global_batch, devices, of_row, width)}\n",
                 self.wide,
             )
-            print_drawing(lambda width, coloured: render_plan(best, width, coloured), self.wide)
+            print_drawing(lambda width, coloured: render_plan(best, width, coloured, self.verbose), self.wide)
         self._write(plan_file)
 
     def _write(self, plan_file: PlanFile) -> None:

@@ -48,6 +48,19 @@ class RunCommand(Command):
       torchrun --nproc-per-node 2 -m pipegraph run build/transformer
     """
 
+    usual = (
+        "model",
+        "schedule",
+        "microbatches",
+        "nproc",
+        "steps",
+        "checkpoint",
+        "profile",
+        "precision",
+        "kernels",
+        "device",
+    )
+
     out: Path
     nproc: int | None = None
     dp_replicate: int | None = None

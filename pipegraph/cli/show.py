@@ -28,6 +28,7 @@ class ShowCommand(Command):
     html: Path | None = None
     svg: Path | None = None
     check_weights: bool = True
+    verbose: bool = False
     wide: bool = False
 
     def run(self) -> None:
@@ -64,6 +65,7 @@ class ShowCommand(Command):
             print_json(package_dict(package, schedule, damaged))
         else:
             print_drawing(
-                lambda width, coloured: render_package(package, schedule, width, coloured, damaged), self.wide
+                lambda width, coloured: render_package(package, schedule, width, coloured, damaged, self.verbose),
+                self.wide,
             )
         package.check_whole(damaged)

@@ -52,6 +52,19 @@ class SplitCommand(Command):
       pipegraph split examples/transformer.py --stages 2
     """
 
+    usual = (
+        "points",
+        "stages",
+        "plan_file",
+        "schedule",
+        "microbatches",
+        "memory",
+        "hardware",
+        "precision",
+        "out",
+        "overwrite",
+    )
+
     model: str
     points: str | None = None
     stages: int | None = None
@@ -80,6 +93,7 @@ class SplitCommand(Command):
     dry_run: bool = False
     check: bool = False
     overwrite: bool = False
+    verbose: bool = False
 
     def run(self) -> None:
         self._check_options()
@@ -111,7 +125,7 @@ class SplitCommand(Command):
             written = {"out": None if out is None else str(out), "initial_values": initial_values}
             print_json({**written, "validation": validation, **manifest_dict(manifest)})
         else:
-            _print(plan, out, manifest, initial_values)
+            _print(plan, out, manifest, initial_values, self.verbose)
 
     def _check_options(self) -> None:
         """Raise typer.BadParameter unless just one option says where to cut, and no other contradicts it."""
@@ -247,7 +261,7 @@ def _validation(proof: Proof, capture_seconds: float) -> dict[str, Any]:
     }
 
 
-def _print(plan: Plan, folder: Path | None, manifest: Manifest, initial_values: str) -> None:
+def _print(plan: Plan, folder: Path | None, manifest: Manifest, initial_values: str, verbose: bool) -> None:
     from pipegraph.errors import one_line
     from pipegraph.report.text.package_tables import (
         batch_lines,
@@ -268,7 +282,7 @@ def _print(plan: Plan, folder: Path | None, manifest: Manifest, initial_values: 
             "The model is in evaluation mode, and so are its stages when they are loaded: pipe.train() before training."
         )
     lines += batch_lines(manifest)
-    lines += layout_lines(plan.layout)
+    lines += layout_lines(plan.layout) if verbose else []
     if plan.prediction is not None:
         lines += [*ranks_lines(plan.prediction), render_prediction_summary(plan.prediction)]
     last_lines = [one_line(f"initial values: {initial_values}")] if initial_values else []

@@ -57,6 +57,25 @@ def test_help_fits_a_narrow_terminal(
     assert all(line.endswith(".") and not line.endswith("...") and len(line) <= 60 for line in summaries)
 
 
+def test_many_options_stand_in_groups(pipegraph: Command) -> None:
+    titles = {}
+    for verb in ("run", "plan", "split", "verify"):
+        lines = f"Arguments:{pipegraph(verb, '--help').out.partition('Arguments:')[2]}".splitlines()
+        titles[verb] = [line[:-1] for line in lines if line.endswith(":") and not line.startswith(" ")]
+        shown = [line.split()[0] for line in lines if line.startswith("  -")]
+        assert len(shown) == len(set(shown))
+        for name in ("--json", "--debug"):
+            assert name in shown
+    assert titles["verify"] == ["Arguments", "Options"]
+    for verb in ("run", "plan", "split"):
+        assert titles[verb][:2] == ["Arguments", "Usual options"] and titles[verb][-1] == "Output"
+    usual = pipegraph("run", "--help").out.partition("Usual options:\n")[2].partition("\n\n")[0]
+    assert re.findall(r"^  (--\S+)", usual, re.MULTILINE) == [
+        "--model", "--schedule", "--microbatches", "--nproc", "--steps", "--checkpoint", "--profile", "--precision",
+        "--kernels", "--device",
+    ]  # fmt: skip
+
+
 def test_version(pipegraph: Command) -> None:
     assert re.fullmatch(rf"pipegraph {re.escape(__version__)}, torch \S+, Python \S+\n", pipegraph("--version").out)
 

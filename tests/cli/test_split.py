@@ -17,7 +17,7 @@ from tests.cli.command import CHAIN, ROOT, Command
 
 
 def test_split_echoes_the_stages(pipegraph: Command, tmp_path: Path) -> None:
-    done = pipegraph("split", CHAIN, "--points", "layers.1,layers.3:end", "-o", tmp_path / "out")
+    done = pipegraph("split", CHAIN, "--points", "layers.1,layers.3:end", "-o", tmp_path / "out", "--verbose")
     assert (done.code, done.err) == (0, "")
     *stages, fixed, batch, layout, wrote = done.out.splitlines()
     assert stages == ["stage 0: layers.0", "stage 1: layers.1 – layers.3", "stage 2: head"]
@@ -81,8 +81,8 @@ def test_names_are_printed_on_one_line(pipegraph: Command) -> None:
 
 def test_dry_run_writes_nothing(pipegraph: Command, tmp_path: Path) -> None:
     done = pipegraph("split", CHAIN, "--stages", 2, "--dry-run", "-o", tmp_path / "out")
-    # Stages, a fixed size, the batch, the layout, the step; an empty line and nine of memory.
-    assert (done.code, len(done.out.splitlines())) == (0, 17)
+    # Stages, a fixed size, the batch, the step; an empty line and nine of memory.
+    assert (done.code, len(done.out.splitlines())) == (0, 16)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -123,7 +123,7 @@ def test_split_json(pipegraph: Command, tmp_path: Path) -> None:
 
 
 def test_show(pipegraph: Command, chain: Path) -> None:
-    done = pipegraph("show", chain, "--microbatches", 3)
+    done = pipegraph("show", chain, "--microbatches", 3, "--verbose")
     assert (done.code, done.err) == (0, "")
     value = json.loads(pipegraph("show", chain, "--json").out)["stages"][0]["outputs"][0]
     assert done.out.splitlines() == [

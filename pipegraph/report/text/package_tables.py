@@ -170,10 +170,11 @@ def layout_lines(layout: str) -> list[str]:
     return [f"layout     {one_line(layout)} (for --points: {_LETTERS})"] if layout else []
 
 
-def render_plan(plan: Plan, width: int | None = None, coloured: bool = False) -> Text:
-    """Return a plan that was priced: what a step takes, what the stages hold, and its tables."""
+def render_plan(plan: Plan, width: int | None = None, coloured: bool = False, verbose: bool = False) -> Text:
+    """Return a plan that was priced: what a step takes, what the stages hold, and its tables; with ``verbose`` its
+    layout as well."""
     assert plan.prediction is not None
-    opening = [render_prediction_summary(plan.prediction), *layout_lines(plan.layout)]
+    opening = [render_prediction_summary(plan.prediction), *(layout_lines(plan.layout) if verbose else ())]
     opening += ["", *stage_lines(plan.describe()), "", ""]
     return Text("\n".join(opening)).append(render_prediction(plan.prediction, width, coloured))
 
@@ -431,15 +432,18 @@ def render_package(
     width: int | None = None,
     coloured: bool = False,
     damaged: Sequence[str] = (),
+    verbose: bool = False,
 ) -> Text:
-    """Return the text of ``pipegraph show``. The grid is drawn as if F, I and W took the same time on every stage."""
+    """Return the text of ``pipegraph show``. The grid is drawn as if F, I and W took the same time on every stage. With
+    ``verbose`` it says the layout of the stages."""
     manifest = package.manifest
+    layout = layout_lines(manifest.plan.layout or "") if verbose else []
     parts = [
         package_title(manifest),
         table(*stage_table(package), width, ("weights", "keeps", "I", "W", "F", "forward")),
         table(*boundary_table(manifest), width, ("gradient", "from")),
     ]
-    parts += ["\n".join([*explain_cuts(manifest.prediction), *layout_lines(manifest.plan.layout or "")])]
+    parts += ["\n".join([*explain_cuts(manifest.prediction), *layout])]
     parts += ["\n".join(batch_lines(manifest))]
     parts += ["\n".join(f"tied: {group}" for group in tied_groups(manifest))]
     changes = {
