@@ -17,6 +17,7 @@ from pipegraph.graph.batch_report import BatchReport
 from pipegraph.graph.initialisation import Initialisation
 from pipegraph.graph.nodes import path_of
 from pipegraph.graph.symbolic_size import SizeLimits
+from pipegraph.notebook import draw
 from pipegraph.recompute import DEFAULT, Recompute
 from pipegraph.torch_private.export import call_name
 from pipegraph.units import format_count, format_number_of
@@ -251,6 +252,9 @@ class Captured:
             f"sizes {', '.join(self.sizes.captured)}" if self.sizes.captured else "all sizes fixed",
         ]
         return one_line(f"Captured({self.model_name}: {', '.join(parts)})")
+
+    def _repr_html_(self) -> str | None:
+        return draw("captured_html", self)
 
     @cached_property
     def nodes(self) -> tuple[fx.Node, ...]:

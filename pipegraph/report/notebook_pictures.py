@@ -1,12 +1,14 @@
-"""What notebooks show: tables of plans and packages as HTML, schedules and timelines as SVG.
+"""What notebooks show: tables of captured models, plans and packages as HTML, schedules and timelines as SVG.
 
 `pipegraph.notebook.draw` calls these functions by their names.
 """
 
 from __future__ import annotations
 
-from itertools import chain
+import itertools
 
+from pipegraph.errors import one_line
+from pipegraph.graph.captured import Captured, Segment
 from pipegraph.package import Package
 from pipegraph.planner.plan import Plan
 from pipegraph.planner.step_prediction import PlannedStep
@@ -24,10 +26,35 @@ from pipegraph.report.text.package_tables import (
 from pipegraph.report.timeline_picture import schedule_drawing, simulated_timeline_drawing
 from pipegraph.schedule import Schedule, Timeline, Times, build
 from pipegraph.schedule.lower_bound import SimulatedSchedule
-from pipegraph.units import format_number_of
+from pipegraph.units import format_count, format_number_of
 
 _LEAST = 0.85  # of the width of a picture
 _MOST = 2_000  # actions in a picture; a notebook with more of them is slow
+
+
+def captured_html(captured: Captured) -> str:
+    """Return where a model may be cut: its layers, and what is between them; and which sizes vary."""
+    rows = []
+    for _, segments in itertools.groupby(captured.segments, key=lambda segment: _list_of(captured, segment)):
+        first, *others = segments
+        stop = others[-1].stop if others else first.stop
+        nodes = captured.nodes[first.start : stop]
+        read = {str(value.target) for node in nodes for value in node.all_input_nodes if value.op == "get_attr"}
+        weights = {captured.state[fqn].canonical for fqn in read if captured.state[fqn].kind == "parameter"}
+        modules = f"{first.fqn} – {others[-1].fqn}" if others else first.fqn
+        class_name = captured.modules[first.fqn].class_name if first.fqn else ""
+        count = f"{class_name} × {1 + len(others)}" if others else class_name
+        elements = format_count(sum(captured.state[fqn].numel for fqn in weights))
+        rows.append([modules or "the model's own operations", count, elements, str(len(nodes))])
+    sizes = [f"{one_line(str(size))}" for size in captured.sizes.fixed]
+    varying = [f"sizes that vary: {', '.join(captured.sizes.captured)}"] if captured.sizes.captured else []
+    return _html(repr(captured), [(["modules", "class", "parameters", "operations"], rows)], [*varying, *sizes])
+
+
+def _list_of(captured: Captured, segment: Segment) -> tuple[str, str]:
+    """Return the list of modules that a segment is in, and its class; the segment's own name outside of lists."""
+    name, _, number = segment.fqn.rpartition(".")
+    return (name, captured.modules[segment.fqn].class_name) if number.isdecimal() else (segment.fqn, "")
 
 
 def plan_html(plan: Plan) -> str:
@@ -63,7 +90,7 @@ def timeline_svg(timeline: Timeline) -> str | None:
     if not any(actions) or sum(map(len, actions)) > _MOST:
         return None
     ranks = {action.stage: rank for rank, row in enumerate(actions) for action in row}
-    microbatches = 1 + max(action.microbatch for action in chain.from_iterable(actions))
+    microbatches = 1 + max(action.microbatch for action in itertools.chain.from_iterable(actions))
     schedule = Schedule("timeline", tuple(ranks[stage] for stage in sorted(ranks)), microbatches, actions)
     return _fitting(simulated_timeline_drawing(schedule, timeline), "timeline")
 

@@ -56,6 +56,17 @@ def test_a_repr_is_a_line(plan: Plan, tmp_path: Path) -> None:
         assert re.fullmatch(pattern, text), text
 
 
+def test_a_captured_model_is_a_table_of_its_layers(plan: Plan) -> None:
+    page = Texts(plan.captured._repr_html_() or "")
+    cells = [text for text in page.texts if text]
+    start = cells.index("operations") + 1
+    assert cells[start : start + 8] == [
+        "layers.0 – layers.3", "Sequential × 4", "288", "8", "head", "Linear", "18", "1",
+    ]  # fmt: skip
+    assert any(text == "sizes that vary: batch" for text in cells)
+    assert any(text.startswith("x.shape[1] is 8 in every batch") for text in cells)
+
+
 def test_a_plan_is_a_table_with_its_reasons(plan: Plan) -> None:
     page = Texts(plan._repr_html_() or "")
     assert page.tags.count("table") == 1 and page.tags.count("tr") == 3
