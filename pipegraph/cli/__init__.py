@@ -26,7 +26,7 @@ from pipegraph.cli.run import RunCommand
 from pipegraph.cli.schedule import ScheduleCommand
 from pipegraph.cli.show import ShowCommand
 from pipegraph.cli.split import SplitCommand
-from pipegraph.cli.trace import TraceMergeCommand, TraceReportCommand
+from pipegraph.cli.trace import TraceCompareCommand, TraceMergeCommand, TraceReportCommand
 from pipegraph.cli.verify import VerifyCommand
 from pipegraph.errors import ClosedOutput, PipegraphError, RuntimeFault, printable, user_line
 from pipegraph.version import __version__
@@ -53,6 +53,7 @@ for name, command in _COMMANDS.items():
 trace = typer.Typer()
 add_command(trace, "merge", TraceMergeCommand)
 add_command(trace, "report", TraceReportCommand)
+add_command(trace, "compare", TraceCompareCommand)
 app.add_typer(trace, name="trace")
 
 

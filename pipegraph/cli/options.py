@@ -120,6 +120,7 @@ OPTION_GROUPS: Final[dict[str, dict[str, Option]]] = {
             complete=complete_schedule,
         ),
         "folder": Option("DIR", "A run's folder, or the one given to --profile: then its newest run."),
+        "other_folder": Option("OTHER", "The run that it is compared with, likewise."),
         "plan_file": Option("FILE", "Cut where `pipegraph plan -o FILE` says.", flags=("--plan",)),
         "batch": Option("B", "Rows of a microbatch. [default: the example's, 1 for hf:]", min=1),
         "seq": Option("T", "Tokens per row. [default: the example's, 128 for hf:]", min=1),

@@ -1,4 +1,4 @@
-"""``pipegraph trace merge|report DIR``: what a recorded run shows."""
+"""``pipegraph trace merge|report DIR`` and ``compare DIR DIR``: what recorded runs show."""
 
 from __future__ import annotations
 
@@ -77,3 +77,35 @@ class TraceReportCommand(Command):
         print_text(lambda width: render_trace_report(analysis, width), self.wide)
         if self.html is not None:
             print(f"\nwrote {self.html}", flush=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceCompareCommand(Command):
+    """Show two runs side by side.
+
+    Their steps, where the time of a step goes on each, and the times of their stages: of another schedule, other cuts,
+    or before and after a change.
+
+    \b
+    Example:
+      pipegraph trace compare runs/before runs/after
+    """
+
+    folder: Path
+    other_folder: Path
+    pipeline: int = 0
+    wide: bool = False
+
+    def run(self) -> None:
+        from pipegraph.report.text.two_runs import render_two_runs, two_runs_dict
+        from pipegraph.tracing.analysis.run_analysis import analyse_run
+        from pipegraph.tracing.read_run import read_run
+
+        with progress(f"reading {self.folder}"):
+            first = analyse_run(read_run(self.folder, self.pipeline))
+        with progress(f"reading {self.other_folder}"):
+            second = analyse_run(read_run(self.other_folder, self.pipeline))
+        if self.json:
+            print_json(two_runs_dict(first, second))
+        else:
+            print_text(lambda width: render_two_runs(first, second, width), self.wide)

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from pipegraph.schedule import Times, build
 from tests.cli.command import Command
 from tests.tracing.chrome import read_strictly
-from tests.tracing.recordings import DIGITS, manifest, write_run
-from tests.tracing.test_idle_causes import FAR, SCHEDULE
+from tests.tracing.recordings import DIGITS, Event, manifest, rows_of, write_run
+from tests.tracing.test_idle_causes import EVEN, FAR, SCHEDULE, SLOW_HOST, UNEVEN
 
 
 @pytest.fixture
@@ -69,3 +70,41 @@ def test_a_folder_without_traces_is_an_error(verb: tuple[str, ...], pipegraph: C
     result = pipegraph("trace", verb[0], tmp_path, *verb[1:])
     assert (result.code, result.out) == (2, "")
     assert result.err.startswith(f"error: {tmp_path} has no traces") and "Try: pipegraph run" in result.err
+
+
+@pytest.mark.parametrize(
+    ("rows", "step", "cause", "difference"),
+    [(FAR, 10.0, "transfers", 1.0), (SLOW_HOST, 9.25, "overhead", 0.25), (UNEVEN, 15.0, "computing", 3.0)],
+)
+def test_compare_says_what_differs(
+    rows: list[list[Event]], step: float, cause: str, difference: float, pipegraph: Command, tmp_path: Path
+) -> None:
+    slow = write_run(tmp_path / "one" / "slow", SCHEDULE, {3: rows}, manifest(2))
+    even = write_run(tmp_path / "other" / "even", SCHEDULE, {3: EVEN}, manifest(2))
+    result = pipegraph("trace", "compare", even, slow.parent)
+    assert (result.code, result.err) == (0, "")
+    lines = result.out.splitlines()
+    assert lines[0].startswith("A  even: 1f1b") and lines[1].startswith("B  slow: 1f1b")
+    compared = json.loads(pipegraph("trace", "compare", even, slow, "--json").out)
+    assert compared["step"]["step"] == pytest.approx({"a": 9e-3, "b": step / 1000, "ratio": step / 9})
+    for run in ("a", "b"):  # the parts of a step add up to it
+        assert sum(part[run] for part in compared["shares"].values()) == pytest.approx(compared["step"]["step"][run])
+    differences = {name: part["b"] - part["a"] for name, part in compared["shares"].items()}
+    assert differences[cause] == max(differences.values()) == pytest.approx(difference / 1000)
+    (said,) = [line for line in lines if line.startswith("B takes ")]
+    assert f"more; the largest difference is {cause}, +" in said
+    assert next(line.split()[:3] for line in lines if line.startswith("stage ")) == ["stage", "0", "F"]
+
+
+def test_compare_the_same_run(pipegraph: Command, folder: Path) -> None:
+    result = pipegraph("trace", "compare", folder, folder)
+    assert result.code == 0 and "B takes" not in result.out and result.out.count("1.000") > 2
+    missing = pipegraph("trace", "compare", folder, folder.parent / "none")
+    assert (missing.code, missing.out) == (2, "")
+
+
+def test_compare_runs_of_other_stages(pipegraph: Command, folder: Path, tmp_path: Path) -> None:
+    schedule = build("1f1b", 4, 4)
+    four = write_run(tmp_path / "four" / "run", schedule, {3: rows_of(schedule, Times.equal(4))}, manifest(4))
+    result = pipegraph("trace", "compare", folder, four)
+    assert result.code == 0 and "A has 2 stages and B has 4" in result.out
