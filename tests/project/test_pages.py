@@ -24,7 +24,6 @@ SLOW = ("docs/command-line.md", "docs/guide.md", "docs/how-to.md", "docs/plannin
 
 # What no test runs: (page, what it needs). A page shows it in the first line of the block.
 NOT_RUN = {
-    ("README.md", "the network"),
     ("docs/command-line.md", "a minute of an idle machine"),
     ("docs/guide.md", "a browser"),
     ("docs/guide.md", "two machines"),
