@@ -84,7 +84,7 @@ def parse_bytes(text: str) -> int:
 def parse_rank_bytes(text: str) -> int | tuple[int, ...]:
     """Read ``80GiB`` for every rank, or ``80GiB*4,40GiB*4``: four ranks of each.
 
-    Raises ValueError as `parse_bytes` does, and for a number of ranks that is no whole number from 1 on.
+    Raises ValueError as `parse_bytes` does, and for a number of ranks that is not a whole number from 1 on.
     """
     if not set("*,") & set(text):
         return parse_bytes(text)

@@ -422,13 +422,13 @@ def _grouping(name: str, command: type[Command]) -> type[TyperCommand]:
 
     class GroupedCommand(TyperCommand):
         def format_options(self, ctx: Any, formatter: Any) -> None:
-            shown = [(param, record) for param in self.get_params(ctx) if (record := param.get_help_record(ctx))]
-            number = sum(param.param_type_name == "option" for param, _ in shown)
-            shown.sort(key=lambda pair: command.usual.index(pair[0].name) if pair[0].name in command.usual else number)
+            params = [(param, record) for param in self.get_params(ctx) if (record := param.get_help_record(ctx))]
+            number = sum(param.param_type_name == "option" for param, _ in params)
+            params.sort(key=lambda pair: command.usual.index(pair[0].name) if pair[0].name in command.usual else number)
             groups: dict[str, list[tuple[str, str]]] = {
                 title: [] for title in ("Arguments", "Options", "Usual options", *OPTION_GROUPS)
             }
-            for param, record in shown:
+            for param, record in params:
                 groups[_title(name, command, param, number)].append(record)
             for title, records in groups.items():
                 if records:

@@ -83,8 +83,8 @@ class TraceReportCommand(Command):
 class TraceCompareCommand(Command):
     """Show two runs side by side.
 
-    Their steps, where the time of a step goes on each, and the times of their stages: of another schedule, other cuts,
-    or before and after a change.
+    Their steps, what ranks do in a step of each, and the times of their stages: of two schedules, two sets of cuts, or
+    before and after a change.
 
     \b
     Example:

@@ -39,7 +39,8 @@ class RankProfiles:
     @cached_property
     def numbers(self) -> tuple[int, ...]:
         """For each rank the position of its profile in `distinct`."""
-        return tuple(next(at for at, same in enumerate(self.distinct) if same is own) for own in self.profiles)
+        numbers = {id(profile): number for number, profile in enumerate(self.distinct)}
+        return tuple(numbers[id(profile)] for profile in self.profiles)
 
     @cached_property
     def _first_ranks(self) -> tuple[int, ...]:
@@ -71,8 +72,8 @@ class RankProfiles:
         profile, first = self.profiles[rank], self._first_ranks[rank]
         if self._first_ranks[other_rank] == first:
             return profile.link(rank - first, other_rank - first)
-        both = (profile.links, self.profiles[other_rank].links)
-        return slowest([links.inter_node or links.intra_node for links in both])
+        of_profiles = (profile.links, self.profiles[other_rank].links)
+        return slowest([links.inter_node or links.intra_node for links in of_profiles])
 
 
 def slowest(links: Sequence[Link]) -> Link:
@@ -92,7 +93,7 @@ def load_profiles(hardware: Profiles) -> Hardware | RankProfiles:
             ranks: ``h100*4,a100*4``.
 
     Raises:
-        ArgumentError: no profiles, or a number of ranks that is no whole number from 1 on.
+        ArgumentError: there are no profiles, or a number of ranks is not a whole number from 1 on.
         PipegraphError: as `Hardware.load` does.
     """
     if isinstance(hardware, Hardware | RankProfiles):

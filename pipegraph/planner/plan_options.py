@@ -240,7 +240,8 @@ class PlanOptions:
         for choice, profile in zip(of_stages, profiles, strict=True):
             if (choice, id(profile)) not in costs:
                 costs[choice, id(profile)] = ChainCosts(priced(choice, profile))
-        return StagedCosts([costs[choice, id(own)] for choice, own in zip(of_stages, profiles, strict=True)])
+        keys = zip(of_stages, map(id, profiles), strict=True)
+        return StagedCosts([costs[key] for key in keys])
 
     def profiles_of(self, schedule: Schedule) -> tuple[Hardware, ...]:
         """Return the profile of each stage."""

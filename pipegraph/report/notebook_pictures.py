@@ -33,22 +33,24 @@ _MOST = 2_000  # actions in a picture; a notebook with more of them is slow
 
 
 def captured_html(captured: Captured) -> str:
-    """Return where a model may be cut: its layers, and what is between them; and which sizes vary."""
+    """Return where a model may be cut: its layers, and the modules between them, with its dynamic sizes."""
     rows = []
     for _, segments in itertools.groupby(captured.segments, key=lambda segment: _list_of(captured, segment)):
-        first, *others = segments
-        stop = others[-1].stop if others else first.stop
+        first, *later_segments = segments
+        stop = later_segments[-1].stop if later_segments else first.stop
         nodes = captured.nodes[first.start : stop]
         read = {str(value.target) for node in nodes for value in node.all_input_nodes if value.op == "get_attr"}
         weights = {captured.state[fqn].canonical for fqn in read if captured.state[fqn].kind == "parameter"}
-        modules = f"{first.fqn} – {others[-1].fqn}" if others else first.fqn
+        modules = f"{first.fqn} – {later_segments[-1].fqn}" if later_segments else first.fqn
         class_name = captured.modules[first.fqn].class_name if first.fqn else ""
-        count = f"{class_name} × {1 + len(others)}" if others else class_name
+        count = f"{class_name} × {1 + len(later_segments)}" if later_segments else class_name
         elements = format_count(sum(captured.state[fqn].numel for fqn in weights))
         rows.append([modules or "the model's own operations", count, elements, str(len(nodes))])
-    sizes = [f"{one_line(str(size))}" for size in captured.sizes.fixed]
-    varying = [f"sizes that vary: {', '.join(captured.sizes.captured)}"] if captured.sizes.captured else []
-    return _html(repr(captured), [(["modules", "class", "parameters", "operations"], rows)], [*varying, *sizes])
+    fixed_sizes = [one_line(str(size)) for size in captured.sizes.fixed]
+    dynamic_sizes = [f"dynamic sizes: {', '.join(captured.sizes.captured)}"] if captured.sizes.captured else []
+    return _html(
+        repr(captured), [(["modules", "class", "parameters", "operations"], rows)], [*dynamic_sizes, *fixed_sizes]
+    )
 
 
 def _list_of(captured: Captured, segment: Segment) -> tuple[str, str]:

@@ -63,7 +63,7 @@ def test_a_captured_model_is_a_table_of_its_layers(plan: Plan) -> None:
     assert cells[start : start + 8] == [
         "layers.0 – layers.3", "Sequential × 4", "288", "8", "head", "Linear", "18", "1",
     ]  # fmt: skip
-    assert any(text == "sizes that vary: batch" for text in cells)
+    assert any(text == "dynamic sizes: batch" for text in cells)
     assert any(text.startswith("x.shape[1] is 8 in every batch") for text in cells)
 
 

@@ -68,8 +68,8 @@ _PUBLIC = {"NonDynamicallyQuantizableLinear": nn.Linear}
 def module_constructor(module: nn.Module) -> FunctionCall | None:
     """``nn.Conv2d(3, 16, 3, padding=1)``.
 
-    None if the module is no module of ``torch.nn`` without children, attention or layer of a transformer, or if the
-    constructor would not make an equal one (which is tried on the meta device).
+    Only a module of ``torch.nn`` without children, attention, or a layer of a transformer has one. None for others, or
+    if the constructor would not make an equal module (which is tried on the meta device).
     """
     if parametrize.is_parametrized(module):
         return _parametrized_constructor(module)
@@ -473,7 +473,7 @@ def _causal_mask(
     values: Mapping[str, int | tuple[int, ...] | CausalMask],
     reads: Sequence[fx.Node],
 ) -> CausalMask | None:
-    """The mask that an argument which nothing reads can be; None if it is no mask of a causal attention.
+    """The mask for an argument that nothing reads; None unless it is the mask of a causal attention.
 
     Args:
         module: the module that is called.

@@ -59,10 +59,8 @@ def two_runs_dict(first: RunAnalysis, second: RunAnalysis) -> dict[str, Any]:
 
 def _steps(first: RunAnalysis, second: RunAnalysis) -> _Figures:
     """The seconds of a step of each run; those of a simulated one where ranks shared a process."""
-    of_first, of_second = (
-        run.simulated.makespan if run.run.shares_process else run.makespan for run in (first, second)
-    )
-    return of_first, of_second
+    a, b = (run.simulated.makespan if run.run.shares_process else run.makespan for run in (first, second))
+    return a, b
 
 
 def _iterations(first: RunAnalysis, second: RunAnalysis) -> dict[str, _Figures]:
@@ -93,8 +91,8 @@ def _main_cause(shares: dict[str, _Figures]) -> str | None:
     unit = TimeFormat.of_column([abs(together), abs(differences[name])])
     part = f"{name}, {'+' if differences[name] > 0 else '−'}{unit.text(abs(differences[name]))}"
     meaning = f" ({CAUSES[name]})" if name in CAUSES else ""
-    more = "more" if together > 0 else "less"
-    return f"B takes {unit.text(abs(together))} {more}; the largest difference is {part}{meaning}"
+    comparison = "more" if together > 0 else "less"
+    return f"B takes {unit.text(abs(together))} {comparison}; the largest difference is {part}{meaning}"
 
 
 def _stages(first: RunAnalysis, second: RunAnalysis) -> dict[str, _Figures]:
@@ -102,9 +100,9 @@ def _stages(first: RunAnalysis, second: RunAnalysis) -> dict[str, _Figures]:
     if len(first.stages) != len(second.stages):
         return {}
     figures: dict[str, _Figures] = {}
-    for number, (one, other) in enumerate(zip(first.stages, second.stages, strict=True)):
-        for kind in (kind for kind in Kind if kind in one or kind in other):
-            a, b = (stage[kind].measured if kind in stage else None for stage in (one, other))
+    for number, (of_first, of_second) in enumerate(zip(first.stages, second.stages, strict=True)):
+        for kind in (kind for kind in Kind if kind in of_first or kind in of_second):
+            a, b = (stage[kind].measured if kind in stage else None for stage in (of_first, of_second))
             figures[f"stage {number} {kind}"] = a, b
     return figures
 
