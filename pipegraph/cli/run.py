@@ -291,6 +291,7 @@ class RunCommand(Command):
         from pipegraph.planner.run_comparison import compare_run
         from pipegraph.report.text import wrap
         from pipegraph.report.text.run_report import render_run_comparison, run_comparison_dict
+        from pipegraph.tracing.run_figures import RunFigures
         from pipegraph.workflows.recalibrate import find_uneven_ratios, format_ratios, recalibrate_hardware
 
         steps = self.steps  # of the whole run
@@ -344,6 +345,7 @@ class RunCommand(Command):
             if shows:
                 say("\n".join([f"wrote {self.recalibrate}: {format_ratios(corrected)}", *uneven]))
         if recorded is not None:
+            RunFigures.of_run(records, compared.memory, compared.allocated).write(recorded)
             result["profile"] = str(recorded)
             if shows:
                 say(f"\n{_profile_hint(recorded)}")

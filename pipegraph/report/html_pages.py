@@ -38,6 +38,8 @@ from pipegraph.report.text.run_report import (
     heading,
     idle_table,
     idle_times,
+    loss_lines,
+    memory_of_ranks,
     prediction_error,
     remarks,
     stage_time_format,
@@ -84,6 +86,7 @@ def trace_page(analysis: RunAnalysis) -> str:
         **_idle(analysis),
         **_stages(analysis),
         **_collectives(analysis),
+        **_run_figures(analysis),
     )  # fmt: skip
 
 
@@ -199,6 +202,34 @@ def _collectives(analysis: RunAnalysis) -> dict[str, Any]:
     headers, rows = stage_time_table(collectives, analysis.run.schedule.placement, CollectiveKind)
     unit = stage_time_format(collectives).unit
     return {"collective_headers": headers, "collectives": rows, "collective_unit": unit}
+
+
+_CURVE = 600, 120  # width and height of the curve of losses
+
+
+def _run_figures(analysis: RunAnalysis) -> dict[str, Any]:
+    """The losses of the run as a curve, and the memory of its ranks as a table; nothing if they were not recorded."""
+    figures = analysis.run.figures
+    if figures is None:
+        return {"loss_line": "", "memory": []}
+    headers, rows = memory_of_ranks(figures.memory_pairs)
+    losses = [(loss.step, loss.loss) for loss in figures.losses if loss.loss is not None]
+    (first, last), values = ((losses[0][0], losses[-1][0]), [loss for _, loss in losses]) if losses else ((0, 0), [])
+    low, high = min(values, default=0.0), max(values, default=0.0)
+    width, height = _CURVE
+    points = [
+        (width * (step - first) / ((last - first) or 1), height * (1 - (loss - low) / ((high - low) or 1.0)))
+        for step, loss in losses
+    ]
+    return {
+        "loss_line": next(loss_lines(figures), ""),
+        "loss_points": " ".join(f"{x:.1f},{y:.1f}" for x, y in points) if len(points) > 1 else "",
+        "loss_range": f"{low:.6g} to {high:.6g}",
+        "curve_width": width,
+        "curve_height": height,
+        "memory_headers": headers,
+        "memory": rows,
+    }
 
 
 def _changes(analysis: RunAnalysis) -> Iterator[dict[str, Any]]:

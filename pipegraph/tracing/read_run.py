@@ -31,6 +31,7 @@ from pipegraph.tracing.recorded_run import (
     TraceFile,
     read_trace,
 )
+from pipegraph.tracing.run_figures import RunFigures
 from pipegraph.units import format_number_of
 
 # ---- rank file -------------------------------------------------------------------------------------------------------
@@ -252,7 +253,10 @@ def read_run(path: str | PathLike[str], pipeline: int = 0) -> RecordedRun:
     schedule = _with_edges(schedule, manifest, problems)
     origin, ranks = _ranks(files, schedule, grid, problems)
     problems += _missing(files, ranks, schedule, info, line)
-    return RecordedRun(folder, info, manifest, schedule, ranks, grid, line, origin, tuple(problems), tuple(notes))
+    figures = _read_figures(folder, problems)
+    return RecordedRun(
+        folder, info, manifest, schedule, ranks, grid, line, origin, tuple(problems), tuple(notes), figures
+    )
 
 
 def read_pipelines(path: str | PathLike[str]) -> list[RecordedRun]:
@@ -325,6 +329,14 @@ def _read_info(folder: Path, problems: list[str]) -> RunInfo:
     except (ValueError, KeyError, TypeError, OverflowError, AttributeError, RecursionError, ArgumentError) as error:
         problems.append(f"run.json is damaged ({type(error).__name__}: {error})")
     return RunInfo()
+
+
+def _read_figures(folder: Path, problems: list[str]) -> RunFigures | None:
+    try:
+        return RunFigures.read(folder)
+    except PipegraphError as error:
+        problems.append(error.problem)
+    return None
 
 
 def _read_manifest(folder: Path, problems: list[str]) -> Manifest | None:

@@ -20,6 +20,7 @@ from pipegraph.regular_file import LARGE_LIMIT, read_regular_file
 from pipegraph.runtime.measurements import Message
 from pipegraph.runtime.processes.rank_grid import PIPELINE, RankGrid
 from pipegraph.schedule import Action, Collective, CollectiveKind, Schedule
+from pipegraph.tracing.run_figures import RunFigures
 from pipegraph.units import format_bytes
 
 _GZIP = b"\x1f\x8b"
@@ -191,6 +192,7 @@ class RecordedRun:
         grid: where the ranks of the mesh are; without a mesh those of the pipeline.
         line: the numbers of the pipeline's ranks in the grid.
         origin: the time from which times count, in nanoseconds on rank 0's clock.
+        figures: what the run printed; None if it was not `pipegraph run`.
     """
 
     folder: Path
@@ -203,6 +205,7 @@ class RecordedRun:
     origin: int = 0
     problems: tuple[str, ...] = ()
     chosen: tuple[str, ...] = ()
+    figures: RunFigures | None = None
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ def recorded(folder: Path) -> Path:
     (digits,) = {name.split(".")[1] for name in names if name.startswith("rank_")}
     traces = [f"rank_{rank:02d}.{digits}.pt.trace.json.gz" for rank in (0, 1)]
     (events,) = run.glob("events.out.tfevents*")
-    assert names == [events.name, "pipeline.json", *traces, "run.json", "schedule.csv"]
+    assert names == [events.name, "figures.json", "pipeline.json", *traces, "run.json", "schedule.csv"]
     return run
 
 
@@ -87,6 +87,9 @@ def test_without_steps_three_are_recorded(pipegraph: Command, chain: Path, tmp_p
     assert_actions(run)
     assert_readable(pipegraph, run, takes_turns=True)
     assert [step["index"] for step in summary["steps"]] == [0, 1, 2, 3]
+    losses = json.loads((run / "figures.json").read_text())["losses"]
+    assert losses == [{"step": step["index"], "loss": step["loss"]} for step in summary["steps"]]
+    assert "loss " in pipegraph("trace", "report", run).out
     assert summary["predicted_and_measured"]["measured_steps"] == 3  # who times the actions continues as well
 
 

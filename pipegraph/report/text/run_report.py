@@ -7,6 +7,8 @@ from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
+from msgspec import to_builtins
+
 from pipegraph.errors import one_line
 from pipegraph.planner.run_comparison import PredictedAndMeasured, RunComparison
 from pipegraph.planner.step_prediction import describe_step, pricing_devices
@@ -16,6 +18,7 @@ from pipegraph.tracing.analysis.measured_steps import RankIdleTime
 from pipegraph.tracing.analysis.run_analysis import RunAnalysis
 from pipegraph.tracing.merged_trace import MergedTrace, describe_rank, problems_of
 from pipegraph.tracing.recorded_run import RecordedRun
+from pipegraph.tracing.run_figures import TOGETHER, RunFigures
 from pipegraph.units import UNKNOWN, TimeFormat, format_bytes, format_number_of, format_percent, format_seconds
 
 # ---- predicted and measured ------------------------------------------------------------------------------------------
@@ -148,23 +151,34 @@ def _steps(compared: RunComparison) -> str:
 
 def _memory(compared: RunComparison, width: int | None) -> str:
     """Return the bytes of each rank by kind, predicted and measured."""
-    kinds = list(dict.fromkeys(kind for rank in compared.memory for kind in rank))
-    is_predicted = any(pair.predicted is not None for rank in compared.memory for pair in rank.values())
-    headers, columns = ["memory"], [[*kinds, "together"]]
-    for number, (rank, allocated) in enumerate(zip(compared.memory, compared.allocated, strict=True)):
-        pairs = [rank.get(kind, _UNKNOWN) for kind in kinds] + [allocated]
-        if is_predicted:
-            headers.append(f"rank {number} predicted")
-            columns.append([format_bytes(pair.predicted) for pair in pairs])
-        headers.append(f"rank {number} measured")
-        columns.append([format_bytes(pair.measured) for pair in pairs])
-    rows = [list(row) for row in zip(*columns, strict=True) if {*row[1:]} - {UNKNOWN, format_bytes(0)}]
+    ranks = [{**rank, TOGETHER: total} for rank, total in zip(compared.memory, compared.allocated, strict=True)]
+    headers, rows = memory_of_ranks(ranks)
     peaks, notes = compared.measured.allocated, []
     if peaks and len(peaks) != len(compared.memory):
         notes = [f"allocated on the GPU by all ranks together, at the most: {format_bytes(sum(peaks))}"]
     elif peaks:
         notes = ["together, as measured: what torch had allocated on the GPU, at the most"]
     return "\n".join([table(headers, rows, width, headers[:2:-1]), *notes])
+
+
+def memory_of_ranks(ranks: Sequence[Mapping[str, PredictedAndMeasured]]) -> Table:
+    """Return headers and rows: the bytes of each kind on each rank, predicted and measured; kinds that are 0 left out.
+
+    Args:
+        ranks: the bytes of each, by kind.
+    """
+    kinds = list(dict.fromkeys(kind for rank in ranks for kind in rank if kind != TOGETHER))
+    is_predicted = any(pair.predicted is not None for rank in ranks for kind, pair in rank.items() if kind != TOGETHER)
+    headers, columns = ["memory"], [[*kinds, TOGETHER]]
+    for number, rank in enumerate(ranks):
+        pairs = [rank.get(kind, _UNKNOWN) for kind in (*kinds, TOGETHER)]
+        if is_predicted:
+            headers.append(f"rank {number} predicted")
+            columns.append([format_bytes(pair.predicted) for pair in pairs])
+        headers.append(f"rank {number} measured")
+        columns.append([format_bytes(pair.measured) for pair in pairs])
+    rows = [list(row) for row in zip(*columns, strict=True) if {*row[1:]} - {UNKNOWN, format_bytes(0)}]
+    return headers, rows
 
 
 def prediction_error(pair: PredictedAndMeasured) -> str:
@@ -201,6 +215,9 @@ def render_trace_report(analysis: RunAnalysis, width: int | None = None) -> str:
         parts.append(f"what each rank does in {step_name}, in {unit}, and why it is idle\n{idle}")
     else:
         parts.append("no rank was recorded whole, so that its idle time is not known")
+    if (figures := analysis.run.figures) is not None:
+        headers, rows = memory_of_ranks(figures.memory_pairs)
+        parts += [*loss_lines(figures), table(headers, rows, width, headers[:2:-1])]
     parts += [f"critical path of {critical_step(analysis)}\n  {analysis.critical_path}"]
     advice = analysis.advice
     lines = [f"  {one_line(advice.sentence)}", *(f"    {one_line(command)}" for command in advice.commands)]
@@ -238,6 +255,19 @@ def _step_line(analysis: RunAnalysis) -> str:
         line += f"\nbubble {format_percent(analysis.bubble)}"
         line += "" if analysis.expected is None else f"; predicted {format_percent(analysis.expected.bubble)}"
     return line
+
+
+def loss_lines(figures: RunFigures) -> Iterator[str]:
+    """Yield a line on the losses of a run and its tokens; none without losses."""
+    losses = [loss for loss in figures.losses if loss.loss is not None]
+    if not losses:
+        return
+    first, last = losses[0], losses[-1]
+    line = f"loss {first.loss:.6g} at step {first.step}"
+    line += f", {last.loss:.6g} at step {last.step}" if last is not first else ""
+    if figures.tokens_per_second:
+        line += f"; {figures.tokens_per_second:,.0f} tokens/s with data, optimizer and checkpoints"
+    yield line
 
 
 def critical_step(analysis: RunAnalysis) -> str:
@@ -325,6 +355,7 @@ def trace_report_dict(analysis: RunAnalysis) -> dict[str, Any]:
         ],
         "hops": [{"from": a, "to": b, "seconds": hop} for (a, b), hop in analysis.times.hops.items()],
         "bubble": [_idle_dict(rank) for rank in analysis.idle],
+        "figures": None if run.figures is None else to_builtins(run.figures),
         "steps": [
             {
                 "step": step.number,

@@ -5,6 +5,7 @@ DIR/1f1b_m8_transformer_2026-10-01_12-30-00/
   pipeline.json                                  the package's manifest
   schedule.csv                                   what was run, with its collectives
   run.json                                       where, when, and how
+  figures.json                                   of `pipegraph run`: losses of its steps, memory of its ranks
   events.out.tfevents…                           what TensorBoard shows by itself
 """
 

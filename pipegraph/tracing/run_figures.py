@@ -1,0 +1,95 @@
+"""``figures.json`` of a recorded run: the losses of its steps and the memory of its ranks, as `pipegraph run` printed
+them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+from pipegraph.errors import PipegraphError
+from pipegraph.package.json_file import Count, Entry, FileKind, Name, json_text
+from pipegraph.planner.run_comparison import PredictedAndMeasured
+
+FILE: Final = "figures.json"
+TOGETHER: Final = "together"
+"""The kind of memory that is the sum of the others or, as measured on a GPU, all that torch had allocated."""
+
+Number = Annotated[float, Meta(ge=-1e300, le=1e300)]
+
+
+class StepLoss(Entry, frozen=True):
+    """The loss of a step of the run; None if it is not finite."""
+
+    step: Count
+    loss: Number | None
+
+
+class MemoryPair(Entry, frozen=True):
+    """Bytes, predicted and measured; None for what is not known."""
+
+    predicted: Number | None
+    measured: Number | None
+
+
+class RunFigures(Entry, frozen=True):
+    """What a run printed.
+
+    Attributes:
+        losses: of the steps, in order.
+        tokens_per_second: of all ranks, with data, optimizer and checkpoints; None if tokens are not counted.
+        memory: of each rank, by kind, with `TOGETHER`.
+    """
+
+    losses: tuple[StepLoss, ...]
+    memory: tuple[dict[Name, MemoryPair], ...]
+    tokens_per_second: Number | None = None
+    schema_version: int = 1
+
+    @classmethod
+    def of_run(
+        cls,
+        steps: Iterable[Mapping[str, Any]],
+        memory: Sequence[Mapping[str, PredictedAndMeasured]],
+        allocated: Sequence[PredictedAndMeasured],
+    ) -> RunFigures:
+        """Return the figures of a run.
+
+        Args:
+            steps: what it printed of its steps, and of evaluations, which are left out.
+            memory, allocated: as `RunComparison` has them.
+        """
+        records = [step for step in steps if "index" in step]
+        rates = [step["tokens_per_second"] for step in records if step["tokens_per_second"]]
+        return cls(
+            tuple(StepLoss(step["index"], step["loss"] if math.isfinite(step["loss"]) else None) for step in records),
+            tuple(
+                {kind: MemoryPair(pair.predicted, pair.measured) for kind, pair in {**rank, TOGETHER: total}.items()}
+                for rank, total in zip(memory, allocated, strict=True)
+            ),
+            rates[-1] if rates else None,
+        )
+
+    @classmethod
+    def read(cls, folder: Path) -> RunFigures | None:
+        """Read the figures in the folder of a run; None without the file. Raises PipegraphError for a damaged one."""
+        return _KIND.read(folder / FILE) if (folder / FILE).exists() else None
+
+    @property
+    def memory_pairs(self) -> list[dict[str, PredictedAndMeasured]]:
+        """The memory of each rank, as tables take it."""
+        return [
+            {kind: PredictedAndMeasured(pair.predicted, pair.measured) for kind, pair in rank.items()}
+            for rank in self.memory
+        ]
+
+    def write(self, folder: Path) -> None:
+        """Write them into the folder of a run, which has no such file yet."""
+        (folder / FILE).write_text(json_text(msgspec.to_builtins(self)) + "\n", encoding="utf-8")
+
+
+_KIND: Final = FileKind(RunFigures, "figures of a run", PipegraphError, "Try: leave the file out.", 1)
