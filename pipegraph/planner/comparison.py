@@ -401,6 +401,12 @@ def _compare_chosen(
             priced[plan.recompute, stages] = RecomputeOptions.of_stages(captured, options, recompute, traced)
         return priced[plan.recompute, stages].choose(plan_options, stages)
 
+    def improve(plan: PlanCandidate, choice: CutChoice) -> CutChoice:
+        try:
+            return min(choose(plan, _FREE_EFFORT), choice, key=lambda cuts: cuts.value)
+        except MemoryShortage:
+            return choice
+
     for number, plan in enumerate(plans):
         try:
             choices[number] = choose(plan, _FIRST_EFFORT)
@@ -411,9 +417,9 @@ def _compare_chosen(
                 raise
             refused[str(error).replace("\n", " ")] = None
     if choices:
-        worthwhile = pareto_front([*choices.values()])
-        numbers = [number for number, choice in choices.items() if choice in worthwhile]
-        front = pareto_front([choose(plans[number], _FREE_EFFORT) for number in numbers])
+        worthwhile = {id(choice) for choice in pareto_front([*choices.values()])}
+        improved = [improve(plans[number], choice) for number, choice in choices.items() if id(choice) in worthwhile]
+        front = pareto_front(improved)
         searched = searched_orders(front) if searches else ()
         return PlanComparison(pareto_front([*front, *searched]), len(plans) - len(refused), tuple(refused))
     if shortages:

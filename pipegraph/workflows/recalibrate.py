@@ -89,6 +89,11 @@ def _profile_by_name(package: Package, name: str, file: Path) -> Hardware:
     for path in near:
         if path.is_file() and (profile := Hardware.load(path)).name == name:
             return profile
+    if {part.partition("*")[0] for part in name.split(",")} - {name}:
+        raise PipegraphError(
+            f'The package was priced with the profiles "{name}", and a run corrects one.',
+            "pipegraph split … with --hardware of one device, and then run with --recalibrate.",
+        )
     places = " or ".join(map(str, near))
     raise PipegraphError(
         f'The package was priced with the profile "{name}", which is not found: no {places} holds it, and it is '

@@ -189,6 +189,11 @@ def test_a_profile_that_is_not_found(cpu: tuple[Hardware, Manifest], tmp_path: P
         profile_for(package(cpu[1], hardware="hw"), file)
 
 
+def test_profiles_of_unequal_devices(cpu: tuple[Hardware, Manifest], tmp_path: Path) -> None:
+    with refused(PipegraphError, '"h100*2,a100"', advice="one device"):
+        profile_for(package(cpu[1], hardware="h100*2,a100"), tmp_path / "new.json")
+
+
 def test_another_profile(cpu: tuple[Hardware, Manifest], tmp_path: Path) -> None:
     h100 = Hardware.load("h100")
     file = write(h100, tmp_path / "mine.json")
