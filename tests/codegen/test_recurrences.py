@@ -119,6 +119,7 @@ def test_any_number_of_steps_is_taken(tmp_path: Path) -> None:
     assert_equal_at_every_size(package, model, (3, 13, 8), (2, 5, 8), (1, 17, 8), (4, 1, 8))
 
 
+@pytest.mark.timeout(300)  # each length is traced with its steps unrolled: 80 s alone on a slow core
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
 @pytest.mark.parametrize("kernels", ["eager", "autograd"])
 def test_kernels_take_any_number_of_steps(kernels: str, tmp_path: Path) -> None:
