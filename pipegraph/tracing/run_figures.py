@@ -63,7 +63,7 @@ class RunFigures(Entry, frozen=True):
             steps: what it printed of its steps, and of evaluations, which are left out.
             memory, allocated: as `RunComparison` has them.
         """
-        records = [step for step in steps if "index" in step]
+        records = [step for step in steps if "tokens_per_second" in step]
         rates = [step["tokens_per_second"] for step in records if step["tokens_per_second"]]
         return cls(
             tuple(StepLoss(step["index"], step["loss"] if math.isfinite(step["loss"]) else None) for step in records),

@@ -25,7 +25,7 @@ def figures(*losses: float) -> RunFigures:
     ]
     memory = [{"parameters": PredictedAndMeasured(2048, 1024)}, {"parameters": PredictedAndMeasured(None, 512)}]
     together = [PredictedAndMeasured(4096, None), PredictedAndMeasured(None, None)]
-    return RunFigures.of_run([*steps, {"evaluation": 0.5}], memory, together)
+    return RunFigures.of_run([*steps, {"index": 1, "loss": 0.5}], memory, together)
 
 
 @pytest.fixture
