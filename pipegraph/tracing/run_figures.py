@@ -30,7 +30,7 @@ class StepLoss(Entry, frozen=True):
 
 
 class MemoryPair(Entry, frozen=True):
-    """Bytes, predicted and measured; None for what is not known."""
+    """Bytes, predicted and measured; None if they are not known."""
 
     predicted: Number | None
     measured: Number | None
