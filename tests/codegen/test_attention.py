@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,49 @@ def test_a_layer_whose_parts_were_changed_is_written_out(tmp_path: Path) -> None
     package = split(tmp_path, model, (batch(2, 3, 8),), cut="1")
     assert "class TransformerEncoderLayer" in source(package)
     assert differences(package, model, (batch(2, 3, 8),), train=False) == []
+
+
+class OwnActivation:
+    """A callable without a hash."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.relu() * 2
+
+
+def doubled(layer: nn.TransformerEncoderLayer) -> None:
+    layer.linear1.register_forward_hook(lambda module, args, result: result * 2)
+
+
+def own_activation(layer: nn.TransformerEncoderLayer) -> None:
+    layer.activation = OwnActivation()
+
+
+def frozen(layer: nn.TransformerEncoderLayer) -> None:
+    layer.requires_grad_(False)
+
+
+def evaluated(layer: nn.TransformerEncoderLayer) -> None:
+    layer.dropout1.eval()
+
+
+@pytest.mark.parametrize(
+    ("change", "is_itself"), [(doubled, False), (own_activation, False), (frozen, True), (evaluated, True)]
+)
+def test_layers_that_were_changed(
+    change: Callable[[nn.TransformerEncoderLayer], None], is_itself: bool, tmp_path: Path
+) -> None:
+    """A frozen layer has one operation in evaluation mode, unless it is traced."""
+    model = nn.Sequential(
+        *(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True) for _ in range(2)), nn.Linear(8, 8)
+    )
+    change(model[0])
+    package = split(tmp_path, model, (batch(2, 3, 8),), cut="1")
+    assert ("class TransformerEncoderLayer" not in source(package)) == is_itself
+    for training in (True, False):
+        assert differences(package, model, (batch(2, 3, 8),), train=training) == []
+    assert torch.backends.mha.get_fastpath_enabled()
 
 
 class Pairs(nn.Module):

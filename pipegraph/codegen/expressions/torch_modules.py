@@ -44,12 +44,23 @@ _READERS: Mapping[str, Callable[[Any], object]] = {
     # A kernel is functional in any case, and a stage must not change a tensor that it received.
     "inplace": lambda module: False,
 }
+
+
+def _activation(layer: Any) -> object:
+    """The argument of a transformer's layer for its activation; AttributeError for a function of one's own."""
+    if layer.activation is F.relu:
+        return F.relu  # the default
+    if layer.activation is F.gelu:
+        return "gelu"
+    raise AttributeError("activation")
+
+
 _OF_TRANSFORMER_LAYERS: Mapping[str, Callable[[Any], object]] = {
     "d_model": lambda module: module.self_attn.embed_dim,
     "nhead": lambda module: module.self_attn.num_heads,
     "dim_feedforward": lambda module: module.linear1.out_features,
     "dropout": lambda module: module.dropout.p,
-    "activation": lambda module: {F.relu: F.relu, F.gelu: "gelu"}[module.activation],
+    "activation": _activation,
     "layer_norm_eps": lambda module: module.norm1.eps,
     "batch_first": lambda module: module.self_attn.batch_first,
     "bias": lambda module: _is_there(module.linear1.bias),
@@ -205,7 +216,7 @@ def _constructor_arguments(cls: type[nn.Module], module: nn.Module) -> dict[str,
             return None
         try:
             value = readers[name](module) if name in readers else getattr(module, name)
-        except (AttributeError, KeyError):
+        except AttributeError:
             return None
         value = _shortened(cls, name, value)
         if entry.default is entry.empty or value != entry.default:
@@ -231,12 +242,12 @@ def _shortened(cls: type[nn.Module], name: str, value: Any) -> Any:
 def _makes_equal(cls: type[nn.Module], arguments: dict[str, Any], module: nn.Module) -> bool:
     """Return whether the constructor with these arguments makes a module of the same settings and state."""
     twin = _twin(cls, arguments)
-    if twin is None or _shapes(twin) != _shapes(module):
+    if twin is None or _shapes(twin) != _shapes(module) or _settings(twin) != _settings(module):
         return False
-    settings = {name: (type(part), _settings(part)) for name, part in module.named_modules() if name}
-    return _settings(twin) == _settings(module) and settings == {
-        name: (type(part), _settings(part)) for name, part in twin.named_modules() if name
-    }
+    parts = [part for name, part in module.named_modules() if name]
+    if any(has_forward_hooks(part) or "forward" in vars(part) for part in parts):
+        return False
+    return _settings_of_parts(twin) == _settings_of_parts(module)
 
 
 def _twin(cls: type[nn.Module], arguments: dict[str, Any]) -> nn.Module | None:
@@ -255,6 +266,10 @@ def _settings(module: nn.Module) -> dict[str, Any]:
         for name, value in vars(module).items()
         if not name.startswith("_") and name not in ("training", "inplace") and isinstance(value, plain)
     }
+
+
+def _settings_of_parts(module: nn.Module) -> dict[str, Any]:
+    return {name: (type(part), _settings(part)) for name, part in module.named_modules() if name}
 
 
 def _shapes(module: nn.Module) -> dict[str, Any]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pipegraph.codegen.validation.captured_stage import StageResult, StageState, stage_inputs
@@ -65,9 +67,23 @@ def run_written(
     inputs = stage_inputs(stage, setting, recorder)
     written = {node.meta.get("writes") for node in stage.nodes}  # a model may write into its inputs itself
     recorder.protect([tensor for node, tensor in zip(stage.inputs, inputs, strict=True) if node.name not in written])
-    with autograd_functions_wrapped(_by_operators(stage, package)):
+    with autograd_functions_wrapped(_by_operators(stage, package)), _without_fused_attention():
         outputs = module(*inputs)
     return StageResult.read(recorder, outputs if isinstance(outputs, (tuple, list)) else [outputs], state.tensors)
+
+
+@contextmanager
+def _without_fused_attention() -> Iterator[None]:
+    """Let attention of torch run its operations in evaluation mode, as while it is traced.
+
+    It has one operation for all of them where no tensor requires a gradient, as in frozen layers.
+    """
+    is_enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(is_enabled)
 
 
 def _by_operators(stage: StageGraph, package: str) -> ApplyFunction:
