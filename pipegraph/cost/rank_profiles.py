@@ -7,7 +7,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 from pipegraph.arguments import argument
 from pipegraph.cost.hardware import Hardware, Link
@@ -34,13 +33,16 @@ class RankProfiles:
     @cached_property
     def distinct(self) -> tuple[Hardware, ...]:
         """The profiles, each once."""
-        return tuple({id(profile): profile for profile in self.profiles}.values())
+        distinct: list[Hardware] = []
+        for profile in self.profiles:
+            if profile not in distinct:
+                distinct.append(profile)
+        return tuple(distinct)
 
     @cached_property
     def numbers(self) -> tuple[int, ...]:
         """For each rank the position of its profile in `distinct`."""
-        numbers = {id(profile): number for number, profile in enumerate(self.distinct)}
-        return tuple(numbers[id(profile)] for profile in self.profiles)
+        return tuple(map(self.distinct.index, self.profiles))
 
     @cached_property
     def _first_ranks(self) -> tuple[int, ...]:
@@ -81,7 +83,9 @@ def slowest(links: Sequence[Link]) -> Link:
     return Link(max(link.latency for link in links), min(link.bandwidth for link in links))
 
 
-Profiles = Hardware | RankProfiles | str | Path | Sequence[Hardware | str | Path]
+Profile = Hardware | str | os.PathLike[str]
+"""A profile, its name or its file."""
+Profiles = RankProfiles | Profile | Sequence[Profile]
 """What `load_profiles` reads."""
 
 
@@ -98,22 +102,18 @@ def load_profiles(hardware: Profiles) -> Hardware | RankProfiles:
     """
     if isinstance(hardware, Hardware | RankProfiles):
         return hardware
-    if isinstance(hardware, (str, Path)):
-        text = str(hardware)
+    if isinstance(hardware, str | os.PathLike):
+        text = os.fspath(hardware)
         if not set("*,") & set(text) or os.path.exists(text):
-            return Hardware.load(hardware)
-        counts: list[tuple[Hardware | str | Path, int]] = [_counted(part, text) for part in text.split(",")]
+            return Hardware.load(text)
+        counts: list[tuple[Profile, int]] = [_counted(part, text) for part in text.split(",")]
     else:
         counts = [(profile, 1) for profile in hardware]
     if not counts:
         raise ArgumentError("hardware has no profile.", f"{argument('hardware', 'h100')}, or one for each rank.")
-    loaded: dict[object, Hardware] = {}
     profiles: list[Hardware] = []
     for profile, count in counts:
-        key = id(profile) if isinstance(profile, Hardware) else str(profile)
-        if key not in loaded:
-            loaded[key] = profile if isinstance(profile, Hardware) else Hardware.load(profile)
-        profiles += [loaded[key]] * count
+        profiles += [profile if isinstance(profile, Hardware) else Hardware.load(os.fspath(profile))] * count
     return RankProfiles(tuple(profiles))
 
 

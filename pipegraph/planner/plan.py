@@ -312,7 +312,7 @@ def _check_types(
     profile = (Hardware, str, PathLike)
     described = "hardware is a profile, its name or its file, or one for each rank"
     require_type(hardware, (*profile, RankProfiles, Sequence, NoneType), described, 'hardware="h100"')
-    for of_rank in hardware if isinstance(hardware, Sequence) else ():
+    for of_rank in () if isinstance(hardware, str) or not isinstance(hardware, Sequence) else hardware:
         require_type(of_rank, profile, described, 'hardware="h100*4,a100*4"')
     require_type(loss, (tuple, NoneType), "loss is a function and its target", "loss=(loss_fn, target)")
     if isinstance(loss, tuple) and (len(loss) != 2 or not callable(loss[0])):

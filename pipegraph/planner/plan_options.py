@@ -246,7 +246,9 @@ class PlanOptions:
     def profiles_of(self, schedule: Schedule) -> tuple[Hardware, ...]:
         """Return the profile of each stage."""
         profiles = self.rank_profiles
-        return tuple(self.hardware if profiles is None else profiles.profiles[rank] for rank in schedule.placement)
+        if profiles is None:
+            return (self.hardware,) * schedule.stages
+        return tuple(profiles.distinct[profiles.numbers[rank]] for rank in schedule.placement)
 
     def schedule_of(self, stages: int) -> Schedule:
         """Return the schedule for ``stages`` stages. Raises as `resolve_schedule` does."""

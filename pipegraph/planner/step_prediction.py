@@ -259,10 +259,11 @@ def pricing_profile(manifest: Manifest) -> Hardware | None:
 
 def pricing_devices(manifest: Manifest) -> Hardware | RankProfiles | None:
     """Return the profile that priced the package, or those of its ranks; None if pipegraph does not have them."""
-    names = (
-        {part.partition("*")[0] for part in manifest.prediction.hardware.split(",")} if manifest.prediction else {""}
-    )
-    return load_profiles(manifest.prediction.hardware) if manifest.prediction and names <= {*Hardware.names()} else None
+    if manifest.prediction is None:
+        return None
+    text = manifest.prediction.hardware
+    names = {part.partition("*")[0] for part in text.split(",")}
+    return load_profiles(text) if names <= {*Hardware.names()} else None
 
 
 def memory_by_kind(manifest: Manifest, schedule: Schedule) -> tuple[RankMemory, ...]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -175,6 +176,30 @@ def test_a_slow_device_gets_fewer_layers(captured: Captured) -> None:
     assert halves[1] == pytest.approx([halves[0][0], 3 * halves[0][1]], rel=0.01)
 
 
+class Attending(nn.Module):
+    """A GPU has another operation for its attention than a CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            q = layer(x).unflatten(-1, (4, 8)).transpose(1, 2)
+            x = x + nn.functional.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)
+        return x
+
+
+def test_a_stage_costs_what_it_costs_on_its_device_alone() -> None:
+    captured = pipegraph.capture(Attending(), (torch.randn(4, 64, 32),))
+    settings: dict[str, Any] = {"points": ["layers.2"], "schedule": "1f1b", "microbatches": 4}
+    alone = [pipegraph.plan(captured, hardware=name, **settings).costs for name in ("cpu", "h100")]
+    for order in ((0, 1), (1, 0)):
+        together = pipegraph.plan(captured, hardware=[("cpu", "h100")[profile] for profile in order], **settings)
+        for stage, profile in enumerate(order):
+            assert together.costs[stage] == alone[profile][stage]
+
+
 def value_of(plan: pipegraph.Plan) -> float:
     assert plan.prediction is not None
     return plan.prediction.value
@@ -248,11 +273,26 @@ def test_links_between_devices() -> None:
         assert link.latency == max(one.latency for one in both if one is not None)
 
 
+class File:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __fspath__(self) -> str:
+        return str(self._path)
+
+
 def test_a_file_whose_name_has_a_comma_is_one_profile(tmp_path: Path) -> None:
     file = tmp_path / "a,b.json"
     file.write_text(slower(Hardware.load("h100"), 2.0, "half").to_json())
-    profile = load_profiles(str(file))
-    assert isinstance(profile, Hardware) and profile.name == "half"
+    for name in (str(file), file, File(file)):
+        profile = load_profiles(name)
+        assert isinstance(profile, Hardware) and profile.name == "half"
+
+
+def test_profiles_that_are_equal_are_one() -> None:
+    profiles = RankProfiles(tuple(Hardware.load("h100") for _ in range(4)))
+    assert (len(profiles.distinct), profiles.numbers) == (1, (0, 0, 0, 0))
+    assert profiles.link(0, 3) == Hardware.load("h100").link(0, 3)
 
 
 @pytest.mark.parametrize(

@@ -393,8 +393,8 @@ class BlockOptions:
         recompute: what the backward computes again. In a model with repeated layers "block" without a pattern holds
             for these; the code between them keeps what "min-cut" keeps.
         gpu: whether to trace for a GPU, whatever this machine has.
-        traced: what was traced for the same loss and kind of device, by `Subgraph.key`. Only the division depends on
-            ``recompute``.
+        traced: what was traced for the same loss, by the kind of device and `Subgraph.key`. Only the division depends
+            on ``recompute``.
     """
 
     loss: tuple[LossOf, Any] | None = None
@@ -488,10 +488,11 @@ def _key(subgraph: Subgraph, regions: Regions) -> str:
 def _divided(
     subgraph: Subgraph, loss: Loss | None, target: Any, tracing: BlockOptions, regions: Regions
 ) -> DividedFunction:
-    cached_derivative = tracing.traced.get(subgraph.key)
+    key = f"{'gpu' if tracing.gpu else 'cpu'} {subgraph.key}"
+    cached_derivative = tracing.traced.get(key)
     if cached_derivative is not None:
         return cached_derivative.with_regions(regions)
-    derivative = tracing.traced[subgraph.key] = _traced(subgraph, loss, target, tracing, regions)
+    derivative = tracing.traced[key] = _traced(subgraph, loss, target, tracing, regions)
     return derivative
 
 

@@ -171,7 +171,8 @@ class FractionalStages:
         memory: MemoryNeed,
     ) -> None:
         self._makespan, self._memory = makespan, memory
-        allowed_sets, set_of_stage = np.unique(allowed, axis=0, return_inverse=True)
+        allowed_sets, inverse = np.unique(allowed, axis=0, return_inverse=True)
+        set_of_stage = inverse.reshape(-1)  # numpy 2.0 returns a column
         kinds: dict[tuple[str, tuple[frozenset[tuple[float, ...]], ...]], list[int]] = {}
         for number, costs in enumerate(zip(*options, strict=True)):
             place = {0: "first", len(options[0]) - 1: "last"}.get(number, "between")
@@ -185,7 +186,7 @@ class FractionalStages:
             (kind, stage, cost)
             for kind, (place, choices_of_sets) in enumerate(kinds)
             for stage in stages[place]
-            for cost in sorted(choices_of_sets[set_of_stage.flat[stage]])
+            for cost in sorted(choices_of_sets[set_of_stage[stage]])
         ]
         self._kinds, self._stage, costs_of = (np.array(column) for column in zip(*choices, strict=True))
         self._costs: Floats = costs_of.T  # (quantities, variables)
