@@ -3,7 +3,6 @@ them."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -14,16 +13,19 @@ from msgspec import Meta
 from pipegraph.errors import PipegraphError
 from pipegraph.package.json_file import Count, Entry, FileKind, Name, json_text
 from pipegraph.planner.run_comparison import PredictedAndMeasured
+from pipegraph.regular_file import replaced_file
 
 FILE: Final = "figures.json"
 TOGETHER: Final = "together"
 """The kind of memory that is the sum of the others or, as measured on a GPU, all that torch had allocated."""
 
-Number = Annotated[float, Meta(ge=-1e300, le=1e300)]
+_MOST: Final = 1e300
+
+Number = Annotated[float, Meta(ge=-_MOST, le=_MOST)]
 
 
 class StepLoss(Entry, frozen=True):
-    """The loss of a step of the run; None if it is not finite."""
+    """The loss of a step of the run; None if it is not a finite number up to 1e300."""
 
     step: Count
     loss: Number | None
@@ -66,7 +68,7 @@ class RunFigures(Entry, frozen=True):
         records = [step for step in steps if "tokens_per_second" in step]
         rates = [step["tokens_per_second"] for step in records if step["tokens_per_second"]]
         return cls(
-            tuple(StepLoss(step["index"], step["loss"] if math.isfinite(step["loss"]) else None) for step in records),
+            tuple(StepLoss(step["index"], step["loss"] if abs(step["loss"]) <= _MOST else None) for step in records),
             tuple(
                 {kind: MemoryPair(pair.predicted, pair.measured) for kind, pair in {**rank, TOGETHER: total}.items()}
                 for rank, total in zip(memory, allocated, strict=True)
@@ -88,8 +90,9 @@ class RunFigures(Entry, frozen=True):
         ]
 
     def write(self, folder: Path) -> None:
-        """Write them into the folder of a run, which has no such file yet."""
-        (folder / FILE).write_text(json_text(msgspec.to_builtins(self)) + "\n", encoding="utf-8")
+        """Write them into the folder of a run."""
+        with replaced_file(folder / FILE) as part:
+            part.write_text(f"{json_text(msgspec.to_builtins(self))}\n", encoding="utf-8")
 
 
 _KIND: Final = FileKind(RunFigures, "figures of a run", PipegraphError, "Try: leave the file out.", 1)

@@ -96,6 +96,13 @@ def test_compare_says_what_differs(
     assert next(line.split()[:3] for line in lines if line.startswith("stage ")) == ["stage", "0", "F"]
 
 
+def test_compare_takes_one_step_of_several(pipegraph: Command, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", SCHEDULE, {3: EVEN, 4: UNEVEN}, manifest(2))
+    compared = json.loads(pipegraph("trace", "compare", run, run, "--json").out)
+    assert compared["step"]["step"]["a"] == pytest.approx(9e-3)
+    assert sum(part["a"] for part in compared["shares"].values()) == pytest.approx(9e-3)
+
+
 def test_compare_the_same_run(pipegraph: Command, folder: Path) -> None:
     result = pipegraph("trace", "compare", folder, folder)
     assert result.code == 0 and "B takes" not in result.out and result.out.count("1.000") > 2

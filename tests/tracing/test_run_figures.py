@@ -38,11 +38,13 @@ def analysed(folder: Path) -> RunAnalysis:
 
 
 def test_figures_are_read_as_they_were_written(folder: Path) -> None:
-    written = figures(2.0, math.nan, math.inf, 0.5)
+    written = figures(2.0, math.nan, -math.inf, 1e301, 0.5)
     written.write(folder)
     assert RunFigures.read(folder) == written
-    assert [(loss.step, loss.loss) for loss in written.losses] == [(0, 2.0), (1, None), (2, None), (3, 0.5)]
-    assert written.tokens_per_second == 3000
+    assert [(loss.step, loss.loss) for loss in written.losses] == [
+        *((0, 2.0), (1, None), (2, None), (3, None), (4, 0.5))
+    ]
+    assert written.tokens_per_second == 4000
 
 
 def test_the_report_shows_them(folder: Path) -> None:

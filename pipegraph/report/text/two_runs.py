@@ -58,8 +58,8 @@ def two_runs_dict(first: RunAnalysis, second: RunAnalysis) -> dict[str, Any]:
 
 
 def _steps(first: RunAnalysis, second: RunAnalysis) -> _Figures:
-    """The seconds of a step of each run; those of a simulated one where ranks shared a process."""
-    a, b = (run.simulated.makespan if run.run.shares_process else run.makespan for run in (first, second))
+    """The seconds of the median step of each run; those of a simulated one where ranks shared a process."""
+    a, b = (run.simulated.makespan if run.run.shares_process else run.step.makespan for run in (first, second))
     return a, b
 
 
