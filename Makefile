@@ -43,7 +43,7 @@ demo: $(INSTALLED)  ## Split the example transformer in two, verify it, run it o
 	$(BIN)/pipegraph verify build/transformer examples/transformer.py
 	@echo; echo "3 of 3: train them in two processes, which compile their kernels first"
 	$(BIN)/pipegraph run build/transformer --nproc 2 --schedule 1f1b --microbatches 4 --steps 3
-	@echo; echo "The stages are build/transformer/stage_0.py, stage_1.py and blocks.py. A model of your own: docs/guide.md"
+	@echo; echo "The stages are build/transformer/stage_0.py and stage_1.py. A model of your own: docs/guide.md"
 
 RUN_TEXT = $(BIN)/pipegraph run $(1) --model examples/text/model.py --microbatches 4 --steps $(STEPS) \
 	--checkpoint $(2) --checkpoint-every 50

@@ -82,13 +82,15 @@ class Source:
         """
         count = f"{len(self.stages)} stages" if len(self.stages) > 1 else "one stage"
         place = "a Hugging Face checkpoint" if self.has_checkpoint else "another one"
+        has_blocks = self.functions or self.blocks
+        shared = (
+            f"The blocks that the stages of {model} share." if has_blocks else f"The stages of {model} share no blocks."
+        )
         files = {
             "__init__.py": render_init(
                 self.stages, f"{model} in {count}, written by pipegraph {__version__}.", self.has_adapters
             ),
-            "blocks.py": render_blocks(
-                self.functions, self.blocks, f"The blocks that the stages of {model} share.", self.libraries
-            ),
+            "blocks.py": render_blocks(self.functions, self.blocks, shared, self.libraries),
             "weights.py": render_weights(
                 f"Reads the tensors of a stage from this folder or from {place}, or initialises them.",
                 self.initial_values,

@@ -1,1 +1,1 @@
-"""The blocks that the stages of Transformer (transformer.py) share."""
+"""The stages of Transformer (transformer.py) share no blocks."""
