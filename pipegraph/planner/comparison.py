@@ -19,10 +19,11 @@ from pipegraph.planner.plan_options import ChainCosts, PlanOptions
 from pipegraph.planner.recompute_options import RecomputeOptions
 from pipegraph.planner.searched_order import searched_orders
 from pipegraph.planner.solver.solve import MemoryShortage, solve
+from pipegraph.planner.solver.solve_arguments import memory_text
 from pipegraph.recompute import AUTO, CHOICES, EVERYWHERE, OFFLOAD, Recompute, check_text, parse_stages, text_of_stages
 from pipegraph.schedule import Schedule
 from pipegraph.schedule.recipes import RECIPES, find_recipe, names
-from pipegraph.units import bytes_option, format_bytes, format_number_of
+from pipegraph.units import bytes_option, format_number_of
 
 SAME_MEMORY = 0.01
 """Plans whose memory differs by less than this fraction count as equal in memory."""
@@ -174,7 +175,7 @@ def compare_plans(
     more_choices, more_shortages = _search_cuts(closest, _LOW_EFFORT * options.effort)
     choices, shortages = choices + more_choices, shortages + more_shortages
     if not choices:
-        raise _shortage(shortages, memory)
+        raise _shortage(shortages, options.memory_of_ranks(ranks))
     best, *alternatives = pareto_front(choices)
     front = (refine_cuts(best), *alternatives)
     searched = tuple(searched_orders(front)) if searches else ()
@@ -257,11 +258,11 @@ def _search_cuts(
     return choices, shortages
 
 
-def _shortage(shortages: Sequence[tuple[CutChoice, MemoryShortage]], memory: float) -> MemoryShortage:
+def _shortage(shortages: Sequence[tuple[CutChoice, MemoryShortage]], limits: Sequence[float]) -> MemoryShortage:
     choice, least = min(shortages, key=lambda pair: pair[1].peak)
     schedule, again = choice.schedule, choice.options.recompute_text
     return MemoryShortage(
-        f"No plan that was compared fits into {format_bytes(memory)} on each rank. The closest is {schedule.name} with "
+        f"No plan that was compared fits into {memory_text(limits)}. The closest is {schedule.name} with "
         f"{schedule.stages} stages, {schedule.microbatches} microbatches and recompute {again}:\n"
         f"{least.problem}",
         least.peak,

@@ -80,6 +80,15 @@ def test_unequal_devices_that_are_no_ranks(pipegraph: Command, arguments: tuple[
     assert done.code in (2, 3) and advice in " ".join(done.err.split())
 
 
+@pytest.mark.parametrize("hardware", ["h100", "h100,a100"])
+def test_a_shortage_on_unequal_ranks_says_what_they_have(pipegraph: Command, hardware: str) -> None:
+    options = ("--ranks", 2, "--schedule", "1f1b", "--microbatches", 4, "--hardware", hardware)
+    done = pipegraph("plan", "examples/transformer.py:build_tiny_model", *options, "--memory", "8MiB,7MiB")
+    assert (done.code, done.out) == (3, "")
+    assert "7.0 MiB to 8.0 MiB on a rank" in done.err
+    assert done.err.splitlines()[-1].startswith("Try: ") and "--debug" not in done.err
+
+
 def test_a_cluster_with_zero1(pipegraph: Command) -> None:
     options = ("--devices", 4, "--global-batch", 64, *QUICK[:2], "--hardware", "h100", "--precision", "bf16-master")
     plans = [json.loads(pipegraph("plan", CHAIN, *options, *more, "--json").out)["plan"] for more in ((), ("--zero1",))]

@@ -34,6 +34,7 @@ from pipegraph.planner.solver.solve_arguments import (
     check_numbers,
     check_stages,
     memory_of_ranks,
+    memory_text,
     resolve_schedule,
 )
 from pipegraph.schedule import Schedule, Times, simulate
@@ -277,7 +278,7 @@ class Problem:
         memory, has_options, best_uniform = self._memory, len(self._options) > 1, math.inf
         if not advises and initial_solution is None and self.is_impossible:
             subject = "cuts and choices" if has_options else "cuts"
-            raise MemoryShortage(f"No {subject} fit into {format_bytes(memory.limit)} on each rank.", 0)
+            raise MemoryShortage(f"No {subject} fit into {memory_text(memory.limits)}.", 0)
         if initial_solution is not None:
             starts = [self._candidate(initial_solution)]
         elif not has_options:
@@ -374,11 +375,13 @@ class Problem:
         iterated_local_search(incumbents, self._moves, int(_EFFORT_SHARE * effort * search_steps(len(self._options))))
         peak_bytes = math.ceil(incumbents.best_value)
         if peak_bytes > memory.limit:
+            least, suffix = _least_and_suffix(memory, incumbents.best_value)
             raise MemoryShortage(
-                f"No cuts and choices that were found fit into {format_bytes(memory.limit)} on each rank: "
-                f"{format_bytes(peak_bytes)} ({peak_bytes} bytes) would be enough.",
+                f"No cuts and choices that were found fit into {memory_text(memory.limits)}: {format_bytes(least)} "
+                f"({least} bytes){suffix} would be enough.",
                 peak_bytes,
                 incumbents.best_cuts[: memory.stages - 1].tolist(),
+                f"{'that much more' if suffix else 'that much'} memory, or more ranks.",
             )
         return incumbents.best_cuts
 
@@ -461,16 +464,21 @@ def _least_memory(sums: PrefixSums, moves: Moves, memory: MemoryNeed, effort: fl
     return incumbents.best_cuts, incumbents.best_value, bound
 
 
+def _least_and_suffix(memory: MemoryNeed, peak: float) -> tuple[int, str]:
+    """Return the bytes that would be enough; those that are missing on each rank, which the suffix says, if ranks have
+    unequal memory."""
+    is_equal = min(memory.limits) == memory.limit
+    return (math.ceil(peak), "") if is_equal else (math.ceil(peak - memory.limit), " more on each")
+
+
 def _sufficient_memory(memory: MemoryNeed, peak: float, bound: float) -> str:
     proved = bound >= peak * (1 - EQUAL)
-    low, high = min(memory.limits), memory.limit
-    room, base, suffix = f"{format_bytes(high)} on each rank", 0.0, ""
-    if low < high:
-        room, base, suffix = f"{format_bytes(low)} to {format_bytes(high)} on a rank", high, " more on each"
-    least, floor = math.ceil(peak - base), math.floor(bound - base)
+    least, suffix = _least_and_suffix(memory, peak)
+    floor = format_bytes(math.floor(bound - memory.limit if suffix else bound))
     return (
-        f"No cuts{'' if proved else ' that were found'} fit into {room}: {format_bytes(least)} ({least} bytes){suffix} "
-        f"would be enough, {'and no less' if proved else f'and less than {format_bytes(floor)}{suffix} would not'}."
+        f"No cuts{'' if proved else ' that were found'} fit into {memory_text(memory.limits)}: {format_bytes(least)} "
+        f"({least} bytes){suffix} would be enough, "
+        f"{'and no less' if proved else f'and less than {floor}{suffix} would not'}."
     )
 
 

@@ -13,7 +13,7 @@ from pipegraph.errors import ArgumentError, PlanError, nearest
 from pipegraph.schedule import PLACEMENTS, Schedule, check
 from pipegraph.schedule.build import schedule_for_stages
 from pipegraph.schedule.lower import without_transfers
-from pipegraph.units import format_number_of, parse_bytes, parse_rank_bytes
+from pipegraph.units import format_bytes, format_number_of, parse_bytes, parse_rank_bytes
 
 
 def _is_figure(value: object) -> bool:
@@ -107,6 +107,16 @@ def memory_of_ranks(memory_bytes: float | str | Sequence[float | str] | None, ra
             f"memory_bytes are one figure, or one for each rank: {ranks}, and {len(limits)} were given."
         )
     return limits
+
+
+def memory_text(limits: Sequence[float]) -> str:
+    """Return ``80.0 GiB on each rank``, or ``40.0 GiB to 80.0 GiB on a rank``."""
+    low, high = min(limits), max(limits)
+    return (
+        f"{format_bytes(high)} on each rank"
+        if low == high
+        else f"{format_bytes(low)} to {format_bytes(high)} on a rank"
+    )
 
 
 def resolve_schedule(
