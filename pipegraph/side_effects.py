@@ -25,8 +25,10 @@ import torch
 from torch import nn
 from torch.autograd import graph as autograd_graph
 from torch.nn.modules import module as global_hooks
+from torch.overrides import TorchFunctionMode
 
 from pipegraph.errors import path_from_here
+from pipegraph.torch_private.tracing import unprofiled
 
 _PYTHON: Final = Path(os.__file__).parent
 _TORCH: Final = Path(torch.__file__).parent
@@ -115,6 +117,7 @@ _CHANCE: Final = Effect(
     is_compared=True,
 )
 
+_BACKWARDS: Final = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 _FUNCTIONS: Final[dict[CodeType, Effect]] = {
     inspect.unwrap(function).__code__: effect
     for effect, functions in (
@@ -137,7 +140,7 @@ _FUNCTIONS: Final[dict[CodeType, Effect]] = {
                 global_hooks.register_module_full_backward_pre_hook,
             ),
         ),
-        (_DERIVATIVE, (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)),
+        (_DERIVATIVE, _BACKWARDS),
         (
             _SAVED,
             (autograd_graph.saved_tensors_hooks.__init__,),  # save_on_cpu, which calls it, changes no value
@@ -224,7 +227,8 @@ class Notes:
 
     def keep_state(self, generator: random.Random) -> None:
         """Remember the state of a generator of Python before the first number that it draws."""
-        self._random_states.setdefault(id(generator), (generator, generator.getstate()))
+        if id(generator) not in self._random_states:
+            self._random_states[id(generator)] = generator, generator.getstate()
 
     def restore_states(self) -> None:
         """Give the generators their states back: what was noted runs again, and draws the same numbers."""
@@ -243,6 +247,32 @@ class Notes:
         return None
 
 
+class UnprofiledOperations(TorchFunctionMode):
+    """Runs operations of torch unprofiled.
+
+    An operation that is called with a function, or with a tensor of a class that is not torch's, may run code of the
+    model. So may a backward, and an operation that is registered with ``torch.library``.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        runs_model = (
+            func in _BACKWARDS
+            or type(func).__module__ == "torch._ops"
+            or any(map(callable, args))
+            or any(map(callable, kwargs.values()))
+            or not all(map(_is_of_torch, types))
+        )
+        if runs_model:
+            return func(*args, **kwargs)
+        with unprofiled():
+            return func(*args, **kwargs)
+
+
+def _is_of_torch(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == "torch"
+
+
 @contextmanager
 def effects_noted(watched: Container[int] = (), packages: frozenset[str] = frozenset()) -> Iterator[Notes]:
     """Note the effects of what runs inside, in this thread.
@@ -254,7 +284,7 @@ def effects_noted(watched: Container[int] = (), packages: frozenset[str] = froze
     notes = Notes(packages)
     codes = {id(code): effect for code, effect in _FUNCTIONS.items()}
     codes[id(nn.Module.__setattr__.__code__)] = _ASSIGNMENT
-    names = _NAMES | _CONTAINER_METHODS
+    names = _NAMES | _CONTAINER_METHODS if watched else _NAMES
 
     # Python calls this for each call of a function, and most of them are torch's own: what is rare stands elsewhere.
     # Code is compared by its id, because its hash reads all of it.
@@ -294,7 +324,8 @@ def effects_noted(watched: Container[int] = (), packages: frozenset[str] = froze
     state = _numpy_state()
     sys.setprofile(note)
     try:
-        yield notes
+        with UnprofiledOperations():
+            yield notes
     finally:
         sys.setprofile(profiler)
         is_drawn = _described(_numpy_state()) != _described(state)

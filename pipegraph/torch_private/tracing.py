@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,8 +29,28 @@ def functional() -> AbstractContextManager[Any]:
     """Turn writes into new values. `torch.func.functionalize` refuses the autograd functions that a stage may hold."""
     from torch._subclasses.functional_tensor import FunctionalTensorMode
 
-    context: AbstractContextManager[Any] = FunctionalTensorMode()
+    class Unprofiled(FunctionalTensorMode):
+        def __torch_dispatch__(self, *args: Any, **kwargs: Any) -> Any:
+            with unprofiled():
+                return super().__torch_dispatch__(*args, **kwargs)
+
+    context: AbstractContextManager[Any] = Unprofiled()
     return context
+
+
+@contextmanager
+def unprofiled() -> Iterator[None]:
+    """Let Python report no calls of what runs inside, which is torch's own code: a report of each call of a function
+    takes more than half of the time of a traced layer."""
+    profiler: Any = sys.getprofile()
+    if profiler is not None and not callable(profiler):  # a profiler in C, which could not be given back
+        yield
+        return
+    sys.setprofile(None)
+    try:
+        yield
+    finally:
+        sys.setprofile(profiler)
 
 
 def to_functional(tensor: Tensor) -> Tensor:

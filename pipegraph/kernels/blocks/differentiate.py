@@ -24,7 +24,7 @@ from pipegraph.recompute import Recompute
 from pipegraph.torch_private.fake_tensors import fake_tensors
 from pipegraph.torch_private.pytrees import tree_leaves, tree_unflatten
 from pipegraph.torch_private.symbolic_shapes import is_symbolic, number_of
-from pipegraph.torch_private.tracing import python_dispatch
+from pipegraph.torch_private.tracing import python_dispatch, unprofiled
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,8 @@ def differentiate(
     called = [record.block for record in blocks.records.values() if record.block is not None]
     is_input = [index >= len(state) for index in range(len(leaves))]
     graph_regions = options.recompute if isinstance(options.recompute, Regions) else regions.of_graph
-    return DividedFunction(type(root).__name__, joint, is_input, graph_regions, called, inlined, blocks.draw_modules)
+    with unprofiled():
+        return DividedFunction(type(root).__name__, joint, is_input, graph_regions, called, inlined, blocks.draw_modules)
 
 
 def block_of(record: RecordedCall, options: TraceOptions) -> DividedFunction:

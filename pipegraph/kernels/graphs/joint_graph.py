@@ -20,7 +20,7 @@ from pipegraph.kernels.trace_guard import ModuleState
 from pipegraph.torch_private.fake_tensors import is_fake
 from pipegraph.torch_private.operators import is_mutable
 from pipegraph.torch_private.partitioner import graph_so_far, without_duplicates
-from pipegraph.torch_private.tracing import from_functional, functional, to_functional
+from pipegraph.torch_private.tracing import from_functional, functional, to_functional, unprofiled
 from pipegraph.torch_private.tracing import trace as torch_trace
 
 Function = Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -94,7 +94,8 @@ def trace(
 
     arriving = [tangent for tangent in tangents if tangent is not None]
     module = torch_trace(joint, (list(sizes.values), list(primals), arriving), decompositions)
-    return _joint_graph(module, sizes, len(primals), tangents, written)
+    with unprofiled():
+        return _joint_graph(module, sizes, len(primals), tangents, written)
 
 
 def constant_of(module: fx.GraphModule, node: fx.Node) -> Any:
