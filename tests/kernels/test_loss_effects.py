@@ -7,10 +7,12 @@ import random
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pipegraph import Pipeline
@@ -45,6 +47,32 @@ def reads_clock(output: Tensor, target: object) -> Tensor:
     return output.square().mean() * (1 + len(times))
 
 
+class _Timed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        times.append(time.perf_counter())
+        return gradients[0] * len(times)
+
+
+def reads_clock_in_backward(output: Tensor, target: object) -> Tensor:
+    result: Tensor = _Timed.apply(output)
+    return result.square().mean()
+
+
+def reads_clock_in_operation(output: Tensor, target: object) -> Tensor:
+    """A function that torch calls, while its own are not reported."""
+
+    def distance(a: Tensor, b: Tensor) -> Tensor:
+        times.append(time.perf_counter())
+        return (a - b).square().sum(1) * len(times)
+
+    return F.triplet_margin_with_distance_loss(output, output + 1, output - 3, distance_function=distance)
+
+
 times: list[float] = []
 
 
@@ -67,6 +95,8 @@ def test_a_loss_that_seeds_is_what_it_is_without_kernels(
     ("loss_fn", "parts"),
     [
         (reads_clock, ["clock", "test_loss_effects.py:"]),
+        (reads_clock_in_backward, ["clock", "test_loss_effects.py:"]),
+        (reads_clock_in_operation, ["clock", "test_loss_effects.py:"]),
         (draws, ["random number", "test_loss_effects.py:"]),
         (draws_of_numpy, ["random number", "numpy.random"]),
     ],

@@ -104,8 +104,9 @@ def differentiate(
     called = [record.block for record in blocks.records.values() if record.block is not None]
     is_input = [index >= len(state) for index in range(len(leaves))]
     graph_regions = options.recompute if isinstance(options.recompute, Regions) else regions.of_graph
+    name = type(root).__name__
     with unprofiled():
-        return DividedFunction(type(root).__name__, joint, is_input, graph_regions, called, inlined, blocks.draw_modules)
+        return DividedFunction(name, joint, is_input, graph_regions, called, inlined, blocks.draw_modules)
 
 
 def block_of(record: RecordedCall, options: TraceOptions) -> DividedFunction:
