@@ -108,7 +108,7 @@ OPTION_GROUPS: Final[dict[str, dict[str, Option]]] = {
         "run.model": Option(
             "MODEL",
             "Take data, loss_fn, metrics, optimizer and scheduler from here; without data example_inputs and "
-            "example_target. [default: seeded inputs, mean square, AdamW]",
+            "example_target. [default: seeded inputs, the loss that the model returns or else a mean square, AdamW]",
         ),
         "out": Option("OUT", "The folder that `pipegraph split` wrote.", parser=parse_folder),
         "export.checkpoint": Option(

@@ -17,12 +17,32 @@ LossOf = Callable[[Any, Any], Tensor | tuple[Tensor, dict[str, Tensor]]]
 """(what the model returns, in its own nesting; one microbatch's target) → the loss of no dimensions."""
 
 
-def mean_square(output: Any, target: Any = None) -> Tensor:
-    """The default loss: the mean over the mean squares of the floating-point outputs; 0 without such outputs."""
+def default_loss(output: Any, target: Any = None) -> Tensor:
+    """The loss of a model without a loss function: the one that it returns.
+
+    Other models have the mean over the mean squares of the floating-point outputs, and 0 without such outputs.
+    """
+    loss = returned_loss(output)
+    if loss is not None:
+        return loss
     squares = [
         tensor.float().square().mean() for tensor in output_tensors(output).values() if tensor.is_floating_point()
     ]
     return torch.stack(squares).mean() if squares else torch.zeros(())
+
+
+def returned_loss(output: Any) -> Tensor | None:
+    """The loss among what a model returns: ``output["loss"]``, ``output.loss``, the first of a tuple, or the output.
+
+    It is a floating-point tensor without dimensions. None if the model returns no loss.
+    """
+    if isinstance(output, dict):
+        loss = output.get("loss")
+    elif isinstance(output, (list, tuple)):
+        loss = getattr(output, "loss", output[0] if output else None)
+    else:
+        loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+    return loss if isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point() else None
 
 
 def output_tensors(structure: Any, path: str = "") -> dict[str, Tensor]:

@@ -116,7 +116,8 @@ def price(
             weight of F, of I and of W.
         hardware: the device of the roofline, with its ``measured_ratio``; ``cpu`` by default.
         recompute: what the backward computes again, as `Recompute.parse` takes it.
-        loss: a function of output and target, and a target; by default the mean square of the outputs.
+        loss: a function of output and target, and a target; by default the loss that the model returns, or the mean
+            square of its outputs.
         setting: how ``measured`` and ``auto`` measure.
         cache: what they measured before.
         cut_positions: those in ``Captured.nodes`` at which the chain is always cut.

@@ -233,7 +233,8 @@ def plan(
             a sequence with one of these for each stage: as `Pipeline` takes it, without policies. "auto" chooses one
             for each stage, together with the cuts if they are not given, so that a step that fits the memory is the
             shortest.
-        loss: (function of output and target, target); by default the mean square of the outputs.
+        loss: (function of output and target, target); by default the loss that the model returns, or the mean
+            square of its outputs.
         precision: the dtypes that the model is trained in: "fp32", "bf16" or another one of `Pipeline`; "bf16-master",
             bfloat16 parameters and an optimizer with float32 ones; or "fp8". By default the model's own dtypes, with
             gradients and moments in them.

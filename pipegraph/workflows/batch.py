@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pipegraph.arguments import argument
-from pipegraph.cost.model_output import mean_square
+from pipegraph.cost.model_output import default_loss
 from pipegraph.device import require_room
 from pipegraph.errors import BatchError, PackageError, SourceError
 from pipegraph.graph.sources.model_source import ModelSource
@@ -117,13 +117,13 @@ def _resized(source: ModelSource, tensor: Any) -> Any:
 
 
 def source_loss(source: ModelSource) -> LossFunction:
-    """Return the model file's loss or, if it has none, the mean square of the outputs.
+    """Return the model file's loss or, if it has none, the default: what the model returns as its loss.
 
     Raises SourceError if the loss takes a target and the file has no ``example_target``.
     """
     loss_fn = source.loss_fn
     if loss_fn is None:
-        return mean_square
+        return default_loss
     if source.example_target is not None:
         return loss_fn
     try:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipegraph.cost.model_output import mean_square, output_tensors
+from pipegraph.cost.model_output import default_loss, output_tensors
 from pipegraph.errors import BatchError, SourceError
 from pipegraph.graph.batch.value_proof import distinct_rows
 from pipegraph.graph.sources.model_source import ModelSource
@@ -22,6 +22,7 @@ from pipegraph.package import Manifest, Value
 from pipegraph.package.sizes import BATCH, holds
 from pipegraph.runtime.batch import bind_arguments, sizes_of_inputs
 from pipegraph.runtime.loss_reduction import LossFunction, LossReduction, LossWeight
+from pipegraph.runtime.microbatches import join_outputs
 from pipegraph.torch_private.pytrees import pytree
 from pipegraph.units import format_number_of
 from pipegraph.workflows.batch import Batch, explain_model_mismatch, source_loss
@@ -358,14 +359,14 @@ class ModelStep:
             for group in evaluation if backward else ():
                 with torch.no_grad():
                     parts = [_detached(model(*microbatch.args, **microbatch.kwargs)) for microbatch in group]
-                outputs_of_group = joined_outputs(parts, of_evaluation)
+                outputs_of_group = joined_outputs(parts, of_evaluation, self.steps.batch.weights)
                 evaluated |= {
                     name: tensor
                     for name, tensor in outputs_of_group.items()
                     if name not in evaluated or of_evaluation.get(name) is None
                 }
         return StepTensors(
-            joined_outputs(outputs, of_step),
+            joined_outputs(outputs, of_step, self.steps.batch.weights),
             torch.stack(losses).sum() if len(losses) > 1 else losses[0],
             gradients,
             buffers,
@@ -373,19 +374,18 @@ class ModelStep:
         )
 
 
-def joined_outputs(parts: Sequence[dict[str, Tensor]], dims: Mapping[str, int | None]) -> dict[str, Tensor]:
-    """Join the outputs of microbatches along their batch. Those without rows are stacked.
-
-    Outputs that other microbatches do not have are left out.
-    """
+def joined_outputs(
+    parts: Sequence[dict[str, Tensor]], dims: Mapping[str, int | None], weights: Sequence[float]
+) -> dict[str, Tensor]:
+    """Join the outputs of microbatches as a pipeline does. Outputs that other microbatches do not have are left out."""
     if len(parts) < 2:
         return dict(*parts)
-    joined: dict[str, Tensor] = {}
-    for name in parts[0]:
-        tensors, dim = [part[name] for part in parts if name in part], dims.get(name)
-        if len(tensors) == len(parts):
-            joined[name] = torch.stack(tensors) if dim is None or tensors[0].dim() <= dim else torch.cat(tensors, dim)
-    return joined
+    joined = {
+        name: join_outputs([part[name] for part in parts], dims.get(name), weights)
+        for name in parts[0]
+        if all(name in part for part in parts)
+    }
+    return output_tensors(joined)
 
 
 def _detached(output: Any) -> dict[str, Tensor]:
@@ -567,7 +567,7 @@ def _takes(steps: ModelSteps, batch: Batch | None) -> bool:
     """Return whether the forward of the model runs on a batch."""
     if batch is None:
         return False
-    without_loss = replace(steps, loss_fn=mean_square, loss_weight=None)
+    without_loss = replace(steps, loss_fn=default_loss, loss_weight=None)
     try:
         without_loss._step([batch], [1.0], []).run(backward=False)
     except SourceError:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pipegraph.cost.hardware import Hardware
-from pipegraph.cost.model_output import output_tensors
+from pipegraph.cost.model_output import output_tensors, returned_loss
 from pipegraph.device import Device
 from pipegraph.errors import BatchError, PipegraphError, RuntimeFault, SourceError
 from pipegraph.graph.sources.model_source import ModelSource
@@ -44,6 +44,7 @@ from pipegraph.runtime.processes.rank_grid import DIMENSIONS, PIPELINE, REPLICAT
 from pipegraph.runtime.processes.world import make_mesh
 from pipegraph.runtime.tensor_parallel import tensor_ranks
 from pipegraph.schedule import CollectiveKind, Schedule
+from pipegraph.torch_private.pytrees import pytree
 from pipegraph.tracing.recording.profiler import LoopProfiler
 from pipegraph.tracing.recording.step_figures import batch_sizes
 from pipegraph.units import format_count, format_duration
@@ -425,7 +426,7 @@ class Training:
         package: what to train.
         schedule: the order of the work.
         source: the model file whose loss, metrics, data or else example, optimizer and scheduler to use; by default
-            seeded inputs, the outputs' mean square and AdamW.
+            seeded inputs, `default_loss` and AdamW.
         device: ``cpu`` or ``cuda``.
         learning_rate: of AdamW, 1e-3 by default. Not allowed if the model file has an optimizer.
         timeout: seconds that a rank waits for another one.
@@ -507,6 +508,20 @@ class Training:
     def knows_loss(self) -> bool:
         """Return whether this process knows the loss and is the one that prints it: the first of those that do."""
         return self._prints and self._pipeline.package.manifest.stages[-1].index in self._pipeline.stages
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the model file has a loss function, or the model returns its loss."""
+        manifest = self._pipeline.package.manifest
+
+        def empty(name: str | None) -> Tensor | None:
+            value = None if name is None else manifest.values[name]
+            if value is None or value.is_constant:
+                return None
+            return torch.empty([1] * len(value.shape), dtype=getattr(torch, value.dtype), device="meta")
+
+        has_function = self._source is not None and self._source.loss_fn is not None
+        return has_function or returned_loss(pytree.tree_map(empty, manifest.outputs)) is not None
 
     @property
     def schedule(self) -> Schedule:

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from pipegraph.cost.model_output import mean_square
+from pipegraph.cost.model_output import default_loss
 from pipegraph.errors import PipegraphError, SourceError, user_line
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.runtime.loss_reduction import LossFunction
@@ -64,9 +64,9 @@ def errors_named(subject: str, advice: str = _ADVICE) -> Iterator[None]:
 
 
 def loss_with_metrics(source: ModelSource | None) -> LossFunction:
-    """The loss of a model file, with its metrics if it has some; without a file the mean square of the outputs."""
+    """The loss of a model file, with its metrics if it has some; by default `default_loss`."""
     if source is None:
-        return mean_square
+        return default_loss
     loss_fn = source_loss(source)
     if training_function(source, "metrics") is None:
         return loss_fn

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite, isnan
 from os import PathLike
@@ -55,6 +55,7 @@ class Verification:
         edited: generated files that are not as they were written.
         weights: the checkpoint that was read.
         is_random: whether the model itself returns something else each time, in evaluation mode too.
+        nan_output: the first output of the model itself that has a nan; "" if none has.
         batch: what the step ran on.
         notes: what was not compared with the model on the whole batch, and why.
         roles: of the inputs, if the package computes what the model computes for each microbatch alone; else "".
@@ -65,6 +66,7 @@ class Verification:
     edited: tuple[str, ...] = ()
     weights: str | None = None
     is_random: bool = False
+    nan_output: str = ""
     batch: VerificationBatch | None = None
     notes: tuple[str, ...] = ()
     roles: str = ""
@@ -102,6 +104,13 @@ class Verification:
             return f"{first}, of {len(changed)} that do and {len(weights)} in all.\nTry: {advice}."
         if self.edited:
             return f"Edited since they were written: {', '.join(self.edited)}.\nTry: undo the edits, or split again."
+        if self.nan_output:
+            return (
+                f"The model itself computes nan for this batch, whose rows are derived from the example: its output "
+                f"{clip(self.nan_output)} has one.\n"
+                "Try: example_inputs with padding and masks as in training, for which the model computes no nan. A "
+                "softmax over nothing but -inf is nan, as of a token that sees no other."
+            )
         if self.is_random:
             return (
                 "The model itself returns something else each time, in evaluation mode too: it draws random numbers.\n"
@@ -223,6 +232,7 @@ def verify(
         package.edited(),
         None if weights is None else weights_label(weights),
         is_random,
+        _nan_output(whole_step),
         steps.batch,
         choice.notes,
         roles(package.manifest) if choice.mixes_rows else "",
@@ -231,8 +241,15 @@ def verify(
 
 def _is_random(step: ModelStep, first: StepTensors) -> bool:
     """Return whether another forward of the model gives other results."""
+    if _nan_output(first):
+        return False
     again = step.run(backward=False, seed=1)
     return not _are_equal(compare_named("output", first.outputs, again.outputs))
+
+
+def _nan_output(step: StepTensors) -> str:
+    """Return the name of the first output with a nan; "" if none has."""
+    return next((name or "output" for name, tensor in step.outputs.items() if bool(tensor.isnan().any())), "")
 
 
 def _loaded(
@@ -357,17 +374,15 @@ def _rows(outputs: Mapping[str, Tensor], dims: Mapping[str, int | None]) -> dict
 
 def _as_joined(
     chosen: Mapping[str, Tensor],
-    references: Iterable[Mapping[str, Tensor]],
+    references: Sequence[Mapping[str, Tensor]],
     package: Mapping[str, Tensor],
     dims: Mapping[str, int | None],
 ) -> dict[str, Tensor]:
-    """The outputs, of which those without rows are joined over microbatches as the package joins them."""
+    """The outputs. Those without rows are of the microbatches, which the package computes, if these were run."""
     outputs = dict(chosen)
     for name in outputs.keys() & package.keys():
         if dims.get(name) is None:
-            tensors = [reference[name] for reference in references if name in reference]
-            # Equal for all microbatches, such as a parameter that the model returns: it may come back as it is.
-            tensors += [tensor[0] for tensor in tensors if tensor.dim() and bool((tensor == tensor[:1]).all())]
+            tensors = [reference[name] for reference in reversed(references) if name in reference]
             outputs[name] = next((tensor for tensor in tensors if tensor.shape == package[name].shape), outputs[name])
     return outputs
 

@@ -42,7 +42,7 @@ def kept_by_kernels(plan: pipegraph.Plan, recompute: str, folder: Path) -> tuple
             module,
             [value.producer != CALLER and value.requires_grad for value in described[0]],
             [value.requires_grad for value in described[1]],
-            distinct_blocks.mean_square if last else None,
+            distinct_blocks.default_loss if last else None,
             compiler=compiler("eager"),
             options=options("inductor", Recompute.parse(recompute)),
             max_variants=1,

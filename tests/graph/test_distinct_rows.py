@@ -58,6 +58,19 @@ def test_a_mask_of_other_values_is_rolled() -> None:
     assert torch.equal(batch_of(keep, rows=2).sum(1), torch.tensor([2, 2]))
 
 
+@pytest.mark.parametrize("dtype", [torch.long, torch.bool, torch.float32])
+def test_a_mask_with_padding_at_the_end_gets_tails(dtype: torch.dtype) -> None:
+    batch = batch_of(torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]).to(dtype), rows=4)
+    assert batch.sum(1).tolist() == [4, 3, 2, 1] and bool((batch[:, 0] == 1).all()) and batch.dtype == dtype
+
+
+def test_padding_of_tokens_stays_at_the_end() -> None:
+    """The first token of a row is none: under a causal mask it would see nothing."""
+    batch = batch_of(torch.tensor([[4, 5, 6, 7, 8], [1, 2, 3, 0, 0]]), rows=5)
+    assert batch[1::2].tolist() == [[3, 1, 2, 0, 0], [2, 3, 1, 0, 0]]
+    assert len(torch.unique(batch, dim=0)) == 5 and bool((batch[:, 0] != 0).all())
+
+
 def test_positions_stay() -> None:
     positions = torch.arange(6).expand(3, 2, 6)
     assert torch.equal(batch_of(positions, rows=4, dim=1), torch.arange(6).expand(3, 4, 6))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import NamedTuple
+
 import pytest
 import torch
 from msgspec import structs
 
-from pipegraph.cost.model_output import mean_square, output_tensors
+from pipegraph.cost.model_output import default_loss, output_tensors, returned_loss
 from pipegraph.errors import BatchError
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.package import Manifest, ModelEntry, StageEntry, Value
@@ -72,7 +75,7 @@ def test_example_inputs_are_repeated_for_every_microbatch() -> None:
     assert batch.args[0].tolist() == [0, 1, 0, 1]
     assert batch.kwargs == {"pair": (torch.tensor(1), None)}
     assert batch.target.shape == (4,)
-    assert source_loss(source) is mean_square
+    assert source_loss(source) is default_loss
 
 
 def test_example_inputs_have_the_rows_that_are_asked_for() -> None:
@@ -81,9 +84,28 @@ def test_example_inputs_have_the_rows_that_are_asked_for() -> None:
     assert batch.args[0].tolist() == [[0, 1], [3, 4], [0, 1]]
 
 
+class Answer(NamedTuple):
+    logits: torch.Tensor
+    loss: torch.Tensor
+
+
+def test_the_default_loss_is_the_one_that_the_model_returns() -> None:
+    loss, logits = torch.tensor(3.0), torch.full((2, 2), 2.0)
+    for output in (
+        loss,
+        {"logits": logits, "loss": loss},
+        (loss, logits),
+        Answer(logits, loss),
+        SimpleNamespace(loss=loss),
+    ):
+        assert default_loss(output) is loss
+    for count in ({"loss": logits}, {"loss": None, "logits": logits}, (torch.tensor(1), logits), ()):
+        assert returned_loss(count) is None
+
+
 def test_mean_square_takes_every_floating_point_output() -> None:
     output = {"logits": torch.full((2, 2), 2.0), "more": (torch.full((9,), 4.0), torch.tensor([7]), None)}
-    assert mean_square(output).item() == pytest.approx((4 + 16) / 2)
+    assert default_loss(output).item() == pytest.approx((4 + 16) / 2)
     assert list(output_tensors(output)) == ["logits", "more.0", "more.1"]
 
 

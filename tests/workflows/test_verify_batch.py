@@ -252,3 +252,41 @@ def test_a_loss_over_the_batch(tmp_path: Path) -> None:
     source = replace(source, training=TrainingFunctions(loss_over="batch"))
     comparison = verify(written(source, tmp_path), source)
     assert comparison.equal and comparison.notes == (), str(comparison)
+
+
+class Captioner(nn.Module):
+    """A causal decoder that returns its own loss, and takes 0 for padding, whose scores are -inf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.query, self.head = nn.Embedding(12, 8), nn.Linear(8, 8), nn.Linear(8, 12)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.words(tokens)
+        sees = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).tril() & (tokens != 0)[:, None, :]
+        scores = self.query(x) @ x.transpose(1, 2)
+        logits = self.head(scores.masked_fill(~sees, -torch.inf).softmax(-1) @ x)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=0)
+        return {"loss": loss, "logits": logits}
+
+
+def captioner(tmp_path: Path, tokens: Tensor) -> tuple[Package, ModelSource]:
+    torch.manual_seed(0)
+    model, kwargs = Captioner(), {"tokens": tokens, "labels": tokens.roll(-1, 1)}
+    plan = pipegraph.plan(pipegraph.capture(model, kwargs=kwargs), points=["head"])
+    return pipegraph.write_package(plan, tmp_path / "out"), ModelSource("model.py", "", model, (), kwargs)
+
+
+def test_rows_of_tokens_stay_padded_at_the_end(tmp_path: Path) -> None:
+    """The loss is the model's, a mean over labels that differ in number, and so is that of the pipeline's outputs."""
+    verification = verify(*captioner(tmp_path, torch.tensor([[4, 5, 6, 7, 8], [1, 2, 3, 0, 0]])))
+    assert verification.equal and any("mean over rows" in note or "computed for" in note for note in verification.notes)
+    assert {item.name for item in verification.of_kind("output")} == {"loss", "logits"}
+
+
+def test_a_model_that_computes_nan_is_not_called_random(tmp_path: Path) -> None:
+    package, source = captioner(tmp_path, torch.tensor([[4, 5, 6, 7, 8], [1, 2, 3, 9, 9]]))
+    source = replace(source, kwargs={**source.kwargs, "tokens": torch.tensor([[0, 0, 0, 0, 8], [0, 0, 0, 9, 0]])})
+    verification = verify(package, source)
+    assert not verification.equal
+    assert "nan" in verification.hint() and "example_inputs" in verification.hint()

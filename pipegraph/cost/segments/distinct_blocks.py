@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from pipegraph.cost.model_output import LossOf, loss_of_pieces, mean_square
+from pipegraph.cost.model_output import LossOf, default_loss, loss_of_pieces
 from pipegraph.cost.roofline.fused_kernels import FusedKernel, fused_attention, fused_kernels, value_size
 from pipegraph.cost.roofline.operator_work import FusionRole
 from pipegraph.cost.segments.chain import Chain
@@ -389,7 +389,7 @@ class BlockOptions:
     """How blocks are traced.
 
     Attributes:
-        loss: a function of output and target, and a target; None for the mean square of the outputs.
+        loss: a function of output and target, and a target; None for `default_loss`.
         recompute: what the backward computes again. In a model with repeated layers "block" without a pattern holds
             for these; the code between them keeps what "min-cut" keeps.
         gpu: whether to trace for a GPU, whatever this machine has.
@@ -465,7 +465,7 @@ def _region_around(subgraph: Subgraph, recompute: Recompute) -> str:
 
 
 def _block(subgraph: Subgraph, count: int, regions: Regions, tracing: BlockOptions) -> Block:
-    function, target = (tracing.loss or (mean_square, None)) if subgraph.last else (None, None)
+    function, target = (tracing.loss or (default_loss, None)) if subgraph.last else (None, None)
     packed = None if function is None else loss_of_pieces(subgraph.captured, function)
     try:
         derivative = _divided(subgraph, packed, target, tracing, regions)

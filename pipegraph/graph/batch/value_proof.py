@@ -32,9 +32,10 @@ from pipegraph.torch_private.pytrees import pytree
 #     floats of two values            as integers: they are a mask, or labels
 #     floats of a single value        that value times seeded factors; zeros become small numbers
 #     integers, booleans              a row of the example, rolled along its last dimension: each special token occurs
-#                                     as often as before
-#     ones (an attention mask)        zeros in a tail of another length for each row, which is full in row 0
-#     all False (a padding mask)      True in such a tail
+#                                     as often as before. Padding at the end of rows stays there
+#     ones (an attention mask)        zeros in a tail of another length for each row, which is full in row 0; also if
+#                                     the example has such tails
+#     all False (a padding mask)      True in such a tail, also if the example has such tails
 #     0, 1, 2, … in each row          unchanged: position ids
 
 
@@ -95,7 +96,13 @@ def _distinct(example: Tensor, rows: int, generator: torch.Generator) -> Tensor:
         return _with_tails(repeated, 0)
     if example.dtype == torch.bool and not bool(example.any()):
         return _with_tails(repeated, 1)
-    return _rolled(example, repeated)
+    padding = _padding(example)
+    if padding is None:
+        return _rolled(example, repeated)
+    tokens = example[example != padding]
+    if bool((tokens == tokens[0]).all()):  # a mask
+        return _with_tails(torch.full_like(repeated, tokens[0].item()), padding)
+    return _rolled_before(repeated, padding)
 
 
 def _with_noise(repeated: Tensor, least: Tensor, most: Tensor, generator: torch.Generator) -> Tensor:
@@ -120,7 +127,7 @@ def _noise(scale: Tensor, like: Tensor, generator: torch.Generator) -> Tensor:
     return scale * torch.randn(like.shape, generator=generator, dtype=dtype).to(like.device, like.dtype)
 
 
-def _with_tails(repeated: Tensor, value: int) -> Tensor:
+def _with_tails(repeated: Tensor, value: float) -> Tensor:
     """Rows with a value at the end, at another number of places in each row. Row 0 and the first place stay."""
     dim = _last_dim(repeated)
     if dim is None:
@@ -141,6 +148,38 @@ def _rolled(example: Tensor, repeated: Tensor) -> Tensor:
         return example[(number + 1 + number // len(example)) % len(example)]
     places = 1 + torch.arange(len(repeated)) % (repeated.shape[dim] - 1)
     return torch.stack([row.roll(int(by), dim - 1) for row, by in zip(repeated, places, strict=True)])
+
+
+def _rolled_before(repeated: Tensor, padding: float) -> Tensor:
+    """Rows of tokens with padding at the end: the tokens rolled, so that rows differ as far as they are long enough.
+
+    A row that begins with padding may see nothing under a causal mask, and its softmax is nan.
+    """
+    values: set[tuple[float, ...]] = set()
+    rows = []
+    for row in repeated.flatten(1):
+        length = int((row != padding).sum())
+        for by in range(1, max(length, 2)):
+            rolled = torch.cat([row[:length].roll(by), row[length:]])
+            if tuple(rolled.tolist()) not in values:
+                break
+        values.add(tuple(rolled.tolist()))
+        rows.append(rolled)
+    return torch.stack(rows).view_as(repeated)
+
+
+def _padding(example: Tensor) -> float | None:
+    """The value that fills the ends of rows, two places or more of one of them, and that is nowhere else."""
+    if example[0].numel() != example.shape[-1]:
+        return None
+    tokens = example.flatten(1)
+    for value in tokens[:, -1].unique():
+        is_padding = tokens == value
+        lengths = is_padding.sum(1)
+        at_end = torch.arange(tokens.shape[1], device=tokens.device) >= (tokens.shape[1] - lengths)[:, None]
+        if bool((is_padding == at_end).all()) and 2 <= lengths.max() < tokens.shape[1]:
+            return value.item()
+    return None
 
 
 def _last_dim(tensor: Tensor) -> int | None:
