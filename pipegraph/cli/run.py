@@ -331,12 +331,8 @@ class RunCommand(Command):
         width = terminal_width(sys.stdout, self.wide)
         if shows:
             say(f"\n{wrap(render_run_comparison(compared, width), width)}")
-            if not training.has_loss:
-                say(
-                    wrap(
-                        "\nThe loss is the mean square of the outputs. Try: --model with a file that has loss_fn", width
-                    )
-                )
+            if self.model is not None and not training.has_loss:
+                say(wrap(f"\nThe loss is the mean square of the outputs. Try: a loss_fn in {self.model}", width))
             if not is_compiled:
                 say(wrap("\n".join(["\nNot all is compiled:", *(f"  {line}" for line in kernels)]), width))
         if self.recalibrate is not None and hardware is not None:

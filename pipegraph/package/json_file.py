@@ -246,6 +246,9 @@ def explain(error: msgspec.ValidationError, content: Any, structure: type) -> st
         keys = [field.encode_name for field in fields if field.encode_name != KEY]
         unknown = next(name for name in value if name not in keys and name != KEY)
         return f"{prefix}{as_json(unknown)} is not a key here.{nearest(unknown, keys)} There are: {', '.join(keys)}"
+    if isinstance(spec, inspect.LiteralType):
+        choices = [str(choice) for choice in spec.values]
+        return f"{prefix}{as_json(value)} must be one of {', '.join(choices)}.{nearest(str(value), choices)}"
     return f"{prefix}{as_json(value)} {_must(message, value)}"
 
 
@@ -262,7 +265,7 @@ def _must(message: str, value: Any) -> str:
     if match := re.fullmatch(r"Expected `str` matching regex '\^\((.*)\)\$'", message):
         choices = match[1].split("|")
         return f"must be one of {', '.join(choices)}.{nearest(str(value), choices)}"
-    return f"does not fit: {message}"
+    return f"does not fit: {shortened(message)}"
 
 
 def _locate(parts: Sequence[str], content: Any, structure: type, message: str) -> tuple[Place, inspect.Type | None]:
@@ -319,5 +322,7 @@ def _member(spec: inspect.Type | None, value: Any) -> inspect.Type | None:
     """The member of a union that takes such a value."""
     if not isinstance(spec, inspect.UnionType):
         return spec
-    expected_types: Any = (inspect.StructType, inspect.DictType) if isinstance(value, dict) else inspect.VarTupleType
+    expected_types: Any = inspect.LiteralType if isinstance(value, str) else inspect.VarTupleType
+    if isinstance(value, dict):
+        expected_types = (inspect.StructType, inspect.DictType)
     return next((member for member in spec.types if isinstance(member, expected_types)), None)

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 
 from pipegraph.arguments import require_path
@@ -23,8 +24,12 @@ from pipegraph.graph.sources.model_source import ModelSource, TrainingFunctions,
 
 
 def load_file(model: str, weights: bool) -> ModelSource:
-    """Run the file and take its model and example inputs; without ``weights`` parameters land on the meta device."""
+    """Run the file and take its model and example inputs; without ``weights`` parameters land on the meta device.
+
+    Torch's generator has the seed 0 before: the processes of a run, which load the file each, have the same example.
+    """
     path, attribute = model_file(model), _split_name(model)[1]
+    torch.manual_seed(0)
     with initialisation_recorded() as mark, nullcontext() if weights else parameters_on_meta():
         module = _import_file(path)
         built = _build(module, path, attribute)
