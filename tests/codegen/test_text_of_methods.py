@@ -26,7 +26,7 @@ class Attention(nn.Module):
 
     def attend(self, qkv: Tensor, scale: float) -> Tensor:
         # [rows, length, 3, heads, width]
-        qkv = qkv.view(*qkv.shape[:2], 3, self.heads, -1)
+        qkv = qkv.view(*qkv.shape[:2], 3, self.heads, 4)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         scores = q @ k.transpose(-2, -1)
         scores *= scale  # by the root of the width
@@ -68,6 +68,21 @@ class Repeated(Sampled):
         return self.inner(self.pooled(x))
 
 
+class OpenWidth(nn.Module):
+    """Attention that may have a context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.query, self.key = 2, nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        context = x if context is None else context
+        rows, length = x.shape[:2]
+        q = self.query(x).view(rows, length, self.heads, -1).transpose(1, 2)
+        k = self.key(context).view(rows, length, self.heads, -1).transpose(1, 2)
+        return (q @ k.transpose(-2, -1) @ k).transpose(1, 2).flatten(2)
+
+
 SHORTHAND = """
 from torch import nn
 
@@ -107,12 +122,19 @@ def test_a_statement_that_names_a_number_of_heads_is_written_from_the_graph_alon
 
     def attend(self, qkv: Tensor, scale: float) -> Tensor:
         # [rows, length, 3, heads, width]
-        qkv = qkv.unflatten(-1, (3, 2, -1))
+        qkv = qkv.unflatten(-1, (-1, 2, 4))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         scores = q @ k.transpose(-2, -1)
         scores *= scale  # by the root of the width
         return scores.softmax(-1) @ v
 """ in text_of(tmp_path, Attention)
+
+
+def test_a_width_that_the_author_leaves_open_stays_open(tmp_path: Path) -> None:
+    """Written from the graph, the statement would name the number of heads as well, and read `context`."""
+    text = text_of(tmp_path, OpenWidth)
+    assert "        context = x if context is None else context\n" in text
+    assert "        q = self.query(x).view(rows, length, self.heads, -1).transpose(1, 2)\n" in text
 
 
 def test_what_numpy_draws_is_a_constant_between_statements_of_the_author(tmp_path: Path) -> None:

@@ -239,8 +239,11 @@ def _names_features(sizes: Sequence[ast.expr], may_be_open: bool) -> bool:
     """Return whether sizes leave no dimension open that may be, or name a number other than a size of a tensor.
 
     Of ``x.view(*rows, -1, self.head_dim)`` ranks divide the dimension that is open, which is the number of heads.
+    ``x.view(*rows, self.heads, -1)`` leaves the other one open, as what is written from the graph would.
     """
     is_open = [isinstance(size, ast.UnaryOp) for size in sizes]
+    if may_be_open and is_open[-1:] == [True]:
+        return False
     if len(sizes) > 2 and is_open.index(True) == len(sizes) - 2 if True in is_open else False:
         sizes = sizes[:-1]
     leaves_none = may_be_open and len(sizes) > 1 and True not in is_open
