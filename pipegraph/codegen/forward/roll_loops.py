@@ -11,7 +11,9 @@ from torch import fx, nn
 from pipegraph.codegen.expressions.module_tree import ModuleTree
 from pipegraph.codegen.forward.items import AlternateCall, ClassContents, Item, ModuleCall, ModuleLoop
 from pipegraph.codegen.forward.local_variables import LocalVariables
+from pipegraph.codegen.forward.statement_loops import lines_of, loops_around
 from pipegraph.codegen.names.identifiers import is_number, relative, unused, variable
+from pipegraph.codegen.names.source_statements import SourceStatements
 from pipegraph.codegen.syntax.expressions import Expression, Name, Slice, Subscript, call, conditional, literal, method
 from pipegraph.codegen.syntax.loop_index import periodic_test
 from pipegraph.codegen.syntax.statements import Assign, For, If, Statement
@@ -215,6 +217,7 @@ class LoopWriter:
     Args:
         values: the variables of the ``forward``.
         contents, tree: the class and its modules.
+        source: the lines of the model's source; None without any.
         name: returns the name of a value that an item makes.
         emit: adds a statement that an item leads to.
     """
@@ -224,12 +227,14 @@ class LoopWriter:
         values: LocalVariables,
         contents: ClassContents,
         tree: ModuleTree,
+        source: SourceStatements | None,
         name: Callable[[Item, fx.Node], str],
         emit: Callable[[Item, Statement], None],
     ) -> None:
         self._values = values
         self._contents = contents
         self._tree = tree
+        self._source = source
         self._name = name
         self._emit = emit
 
@@ -247,7 +252,7 @@ class LoopWriter:
         for index, node in sorted(begin.items()):
             names[index] = self._carry(item, index, node, set(names.values()))
         used_names = values.used_names() | set(names.values())
-        module = unused(variable(container[-1].removesuffix("s") if container else "module", "module"), used_names)
+        module = unused(variable(self._element(item, container), "module"), used_names)
         number = unused("i", used_names)
         for index, node in enumerate(item.makes):
             if index in names:
@@ -272,6 +277,12 @@ class LoopWriter:
             return Assign(targets, like.invocation(called, like.in_order(values), classes))
 
         self._emit(item, loop_statement(item, self._tree, container, (module, number), iteration, arguments))
+
+    def _element(self, item: ModuleLoop, container: Sequence[str]) -> str:
+        """The name that the source has for the module of an iteration; without one, that of the container."""
+        lines = () if self._source is None else lines_of(item.calls[0], self._source, self._contents.prefix)
+        elements = [loop.element for _, loop in loops_around(lines) if loop.element]
+        return elements[-1] if elements else container[-1].removesuffix("s") if container else "module"
 
     def _carry(self, item: ModuleLoop, index: int, begin: fx.Node, other_names: AbstractSet[str]) -> str:
         """Choose the variable that each iteration assigns, and assign ``begin`` to it before the loop if necessary.

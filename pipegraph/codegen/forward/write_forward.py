@@ -139,7 +139,7 @@ class ForwardWriter:
         self._model = ModelAttributes(self._values, contents, tensors)
         self._device = self._model.device
         self._branches = BranchWriter(self._values, self._name, self._item)
-        self._loops = LoopWriter(self._values, contents, tree, self._name, self._emit)
+        self._loops = LoopWriter(self._values, contents, tree, source, self._name, self._emit)
         self._lists = Lists(self._values)
         headers = LoopHeaders(self._values, self._lists, tree, self._iterations)
         self._bodies = StatementLoopWriter(self._values, headers, self._lists, contents.inputs, self._name, self._item)

@@ -223,8 +223,8 @@ class LlamaModelStart(nn.Module):
         hidden_states = inputs_embeds
         position_embeddings = self.rotary_emb(hidden_states, position_ids=position_ids)
 
-        for layer in self.layers:
-            hidden_states = layer(hidden_states, position_embeddings=position_embeddings)
+        for decoder_layer in self.layers:
+            hidden_states = decoder_layer(hidden_states, position_embeddings=position_embeddings)
         return hidden_states
 
 
@@ -244,8 +244,8 @@ class LlamaModelMiddle(nn.Module):
         position_ids = position_ids.unsqueeze(0)
         position_embeddings = self.rotary_emb(hidden_states, position_ids=position_ids)
 
-        for layer in self.layers.values():
-            hidden_states = layer(hidden_states, position_embeddings=position_embeddings)
+        for decoder_layer in self.layers.values():
+            hidden_states = decoder_layer(hidden_states, position_embeddings=position_embeddings)
         return hidden_states
 
 
@@ -266,8 +266,8 @@ class LlamaModelEnd(nn.Module):
         position_ids = position_ids.unsqueeze(0)
         position_embeddings = self.rotary_emb(hidden_states, position_ids=position_ids)
 
-        for layer in self.layers.values():
-            hidden_states = layer(hidden_states, position_embeddings=position_embeddings)
+        for decoder_layer in self.layers.values():
+            hidden_states = decoder_layer(hidden_states, position_embeddings=position_embeddings)
 
         hidden_states = self.norm(hidden_states)
         return hidden_states
