@@ -206,7 +206,7 @@ def in_dimensions(
 ) -> tuple[sympy.Expr, dict[sympy.Symbol, sympy.Expr]] | None:
     """Write an expression with dimensions of tensors: ``H * W`` for a sum of which no part is a dimension.
 
-    A dimension that is ``factor * term + constant`` gives the term.
+    A dimension that is ``factor * term + constant`` gives the term, and ``a // 4`` gives ``a // 8``.
 
         expression    (a // 4) * (b // 4) + a // 4 + b // 4 + 1
         dimensions    a // 4 + 1, b // 4 + 1
@@ -230,9 +230,24 @@ def in_dimensions(
         if term not in terms or factor == 1:
             places[symbol] = dimension
             terms[term] = symbol - constant if factor == 1 else _EXACT_QUOTIENT(symbol - constant, factor)
+    quotients = [term for term in terms if _is_floor_division(term) and term.args[1].is_Integer]
+
+    def of_quotient(part: sympy.Expr) -> sympy.Expr | None:
+        """``first // 2`` for ``a // 8``, where ``first`` is ``a // 4``."""
+        if not _is_floor_division(part) or part in terms or not part.args[1].is_Integer:
+            return None
+        dividend, divisor = part.args
+        divided = (term for term in quotients if term.args[0] == dividend and divisor % term.args[1] == 0)
+        return next((type(part)(terms[term], divisor // term.args[1]) for term in divided), None)
+
+    expression = expression.replace(lambda part: of_quotient(part) is not None, of_quotient)
     written = sympy.expand(expression.xreplace(terms))
     symbols = written.free_symbols
     return (written, {symbol: places[symbol] for symbol in symbols}) if symbols <= places.keys() else None
+
+
+def _is_floor_division(expression: sympy.Expr) -> bool:
+    return OPERATORS.get(type(expression).__name__) == "//"
 
 
 @lru_cache(maxsize=4096)
@@ -264,7 +279,7 @@ def _without_exact_divisions(expression: sympy.Expr) -> sympy.Expr:
     """``seq`` for ``seq * seq // seq``, which torch gives as the size that a reshape leaves open."""
 
     def is_exact(part: sympy.Expr) -> bool:
-        if OPERATORS.get(type(part).__name__) != "//":
+        if not _is_floor_division(part):
             return False
         quotient = _quotient(part)
         numbers = quotient.as_coefficients_dict().values()
