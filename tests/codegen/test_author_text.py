@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import pipegraph
 from pipegraph.codegen.author_text.names import origin_of
@@ -313,3 +313,25 @@ def test_a_statement_that_differs_from_the_graph_is_written_from_it_alone(tmp_pa
     assert "        # halves of the features\n" in text
     assert "        # the residual\n        return h.tanh() + x\n" in text
     assert "h.view(" not in text
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.skip = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x).tanh()
+        # keeps the variance
+        return (h + self.skip(x)) / 2**0.5
+
+
+def test_the_last_part_of_a_class_keeps_its_return(tmp_path: Path) -> None:
+    model = nn.Sequential(Residual(), nn.Linear(8, 8), Residual())
+    package = split(tmp_path, model, INPUTS, cut="0.skip")
+    assert differences(package, model, INPUTS) == []
+    assert """
+    def forward(self, x: Tensor, h: Tensor) -> Tensor:
+        # keeps the variance
+        return (h + self.skip(x)) / 2**0.5
+""" in source(package)

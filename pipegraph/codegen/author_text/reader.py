@@ -210,7 +210,8 @@ class _SourceReader:
         decorators = [TextLine(decorator, 0) for decorator in self._decorators(cut)]
         header: Sequence[TextLine] = text.header
         if surroundings.stage_part is not None:
-            parts.append(GraphPart((), frozenset({_END}), frozenset(), True, "it is cut"))
+            if not (text.returns_last and isinstance(parts[-1], TextPart)):
+                parts.append(GraphPart((), frozenset({_END}), frozenset(), True, "it is cut"))
             self._names.imports["Tensor"] = "from torch import Tensor"
             header = [TextLine(line, 0) for line in part_header(surroundings.stage_part)]
         self._names.parts = tuple(_joined(parts))
@@ -472,7 +473,7 @@ class _Text:
             try:
                 with self._names.undone_on_error():
                     if stage_part is not None:
-                        _check_part(statement, numbers, stage_part)
+                        _check_part(statement, numbers, stage_part, self.returns_last)
                     if any((self._names.file, number) in surroundings.graph_lines for number in numbers):
                         raise UnwritableError("it computes something else than the graph")
                     self._keep_or_mix(statement, numbers, unknown, none_variables, surroundings)
@@ -809,10 +810,15 @@ def _code_of(owner: type, name: str) -> Any:
     return getattr(inspect.unwrap(vars(owner).get(name, owner)), "__code__", None)
 
 
-def _check_part(statement: ast.stmt, numbers: frozenset[int], stage_part: StagePart) -> None:
-    """Raise UnwritableError for a statement that a part of a ``forward`` does not keep."""
+def _check_part(statement: ast.stmt, numbers: frozenset[int], stage_part: StagePart, returns_last: bool) -> None:
+    """Raise UnwritableError for a statement that a part of a ``forward`` does not keep.
+
+    The last part keeps the ``return`` if it computes something and if nothing else leaves the part.
+    """
     if isinstance(statement, ast.Return):
-        raise UnwritableError("a part returns other values")
+        is_last = returns_last and stage_part.results == 1 and bool(numbers & stage_part.lines)
+        if not is_last or isinstance(statement.value, (ast.Tuple, ast.Dict)):
+            raise UnwritableError("a part returns other values")
     if numbers & stage_part.other_lines:
         raise UnwritableError("it is cut")
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
