@@ -473,7 +473,10 @@ class _Text:
             try:
                 with self._names.undone_on_error():
                     if stage_part is not None:
-                        _check_part(statement, numbers, stage_part, self.returns_last)
+                        is_whole = not any(
+                            isinstance(part, GraphPart) and part.numbers & surroundings.lines for _, part in parts
+                        )
+                        _check_part(statement, numbers, stage_part, is_whole and self.returns_last)
                     if any((self._names.file, number) in surroundings.graph_lines for number in numbers):
                         raise UnwritableError("it computes something else than the graph")
                     self._keep_or_mix(statement, numbers, unknown, none_variables, surroundings)
@@ -810,13 +813,14 @@ def _code_of(owner: type, name: str) -> Any:
     return getattr(inspect.unwrap(vars(owner).get(name, owner)), "__code__", None)
 
 
-def _check_part(statement: ast.stmt, numbers: frozenset[int], stage_part: StagePart, returns_last: bool) -> None:
+def _check_part(statement: ast.stmt, numbers: frozenset[int], stage_part: StagePart, may_return: bool) -> None:
     """Raise UnwritableError for a statement that a part of a ``forward`` does not keep.
 
-    The last part keeps the ``return`` if it computes something and if nothing else leaves the part.
+    A part keeps the ``return`` if it computes something, nothing else leaves the part, and all of the part is the
+    author's text: the only line of the author among others would not have the names that these have.
     """
     if isinstance(statement, ast.Return):
-        is_last = returns_last and stage_part.results == 1 and bool(numbers & stage_part.lines)
+        is_last = may_return and stage_part.results == 1 and bool(numbers & stage_part.lines)
         if not is_last or isinstance(statement.value, (ast.Tuple, ast.Dict)):
             raise UnwritableError("a part returns other values")
     if numbers & stage_part.other_lines:

@@ -121,7 +121,7 @@ def stage_class(plan: Plan, blocks: BlockClasses, stage: StageGraph, names: Mapp
     body: tuple[Statement, ...]
     if text is not None:
         init, body = text.init, (text.source,)
-        results = _returned_names(text.source.written[-1], list(result_names.values()))
+        results = _returned_names(text.source.written, list(result_names.values()))
     else:
         init = tuple(init_statements(tree))
         forward = write_forward(written.contents, tree, written.parameters, blocks.source, result_names)
@@ -150,9 +150,15 @@ def stage_class(plan: Plan, blocks: BlockClasses, stage: StageGraph, names: Mapp
     )
 
 
-def _returned_names(returned: Statement, defaults: Sequence[str]) -> list[str]:
-    """The names of the values that a ``return`` returns: of variables their own, of expressions the defaults."""
-    values = returned.values if isinstance(returned, Return) else ()
+def _returned_names(written: Sequence[Statement], defaults: Sequence[str]) -> list[str]:
+    """The names of the values that a ``return`` returns: of variables their own, of expressions the defaults.
+
+    A ``return`` of the author, which is not among the statements that are written from the graph, has an expression.
+    """
+    returned = written[-1] if written else None
+    if not isinstance(returned, Return):
+        return [*defaults]
+    values = returned.values
     names: list[str] = []
     for value, default in zip(values, defaults, strict=True):
         names.append(unused(value.name if isinstance(value, Name) else default, names))
