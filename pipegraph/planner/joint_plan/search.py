@@ -415,8 +415,8 @@ class JointSearch:
                 least = min(least, shortage.peak)
         memory = self._memory or 0.0
         return MemoryShortage(
-            f"No plan that was looked at fits into {format_bytes(memory)} on each device; the plan with the least memory "
-            f"needs {format_bytes(least)}.",
+            f"No plan that was looked at fits into {format_bytes(memory)} on each device; the plan with the least "
+            f"memory needs {format_bytes(least)}.",
             math.ceil(least),
             advice=f"{argument('memory_bytes', bytes_option(math.ceil(least)))}, or more devices.",
         )
