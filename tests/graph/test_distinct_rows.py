@@ -65,8 +65,10 @@ def test_a_mask_with_padding_at_the_end_gets_tails(dtype: torch.dtype) -> None:
 
 
 def test_padding_of_tokens_stays_at_the_end() -> None:
-    """The first token of a row is none: under a causal mask it would see nothing."""
-    batch = batch_of(torch.tensor([[4, 5, 6, 7, 8], [1, 2, 3, 0, 0]]), rows=5)
+    """A row does not begin with padding: under a causal mask, its first token would see nothing."""
+    tokens = torch.tensor([[4, 5, 6, 7, 8], [1, 2, 3, 0, 0]])
+    batch = batch_of(tokens, rows=5)
+    assert torch.equal(batch_of(tokens.t(), rows=5, dim=1), batch.t())  # time first
     assert batch[1::2].tolist() == [[3, 1, 2, 0, 0], [2, 3, 1, 0, 0]]
     assert len(torch.unique(batch, dim=0)) == 5 and bool((batch[:, 0] != 0).all())
 

@@ -170,7 +170,8 @@ def _rolled_before(repeated: Tensor, padding: float) -> Tensor:
 
 def _padding(example: Tensor) -> float | None:
     """The value that fills the ends of rows, two places or more of one of them, and that is nowhere else."""
-    if example[0].numel() != example.shape[-1]:
+    dim = _last_dim(example)
+    if dim is None or example[0].numel() != example.shape[dim]:
         return None
     tokens = example.flatten(1)
     for value in tokens[:, -1].unique():
