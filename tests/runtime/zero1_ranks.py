@@ -6,7 +6,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from pipegraph import Pipeline
-from pipegraph.cost.model_output import mean_square
+from pipegraph.cost.model_output import default_loss
 
 
 def train(rank: int, package: str, divides: bool) -> tuple[list[float], int]:
@@ -14,7 +14,7 @@ def train(rank: int, package: str, divides: bool) -> tuple[list[float], int]:
     from torch.distributed.optim import ZeroRedundancyOptimizer  # which warns as it is imported
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_replicate"))
-    pipe = Pipeline(package, "1f1b", 2, mesh=mesh, kernels="eager", loss_fn=lambda output, target: mean_square(output))
+    pipe = Pipeline(package, "1f1b", 2, mesh=mesh, kernels="eager", loss_fn=lambda output, target: default_loss(output))
     parameters = list(pipe.parameters())
     if divides:
         group = mesh.get_group("dp_replicate")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pipegraph import Pipeline
-from pipegraph.cost.model_output import mean_square
+from pipegraph.cost.model_output import default_loss
 from pipegraph.schedule import build
 from tests.workflows.allocations import Allocations
 from tests.workflows.test_recompute_memory import INPUT
@@ -22,7 +22,7 @@ def peak(rank: int, folder: str, schedule: str, precision: str | None) -> int:
         build(schedule, 2, MICROBATCHES),
         kernels="eager",
         precision=precision,
-        loss_fn=lambda output, target: mean_square(output),
+        loss_fn=lambda output, target: default_loss(output),
     )
     optimizer = torch.optim.AdamW(pipe.parameters())
 
