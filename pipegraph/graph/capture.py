@@ -53,6 +53,7 @@ from pipegraph.graph.quirks import quirks
 from pipegraph.graph.repeated_layers import with_all_layers
 from pipegraph.graph.sources.model_source import ModelSource
 from pipegraph.graph.symbolic_size import FixedSize, InputDimension
+from pipegraph.graph.tensor_hooks import MENTIONS_HOOKS
 from pipegraph.progress import listen, track
 from pipegraph.torch_private.export import CAPTURE_LOCK, export_hidden
 from pipegraph.torch_private.pytrees import pytree
@@ -218,7 +219,7 @@ def _capture_in_part(
     """Capture a model with a few of its equal layers, and add the others. Returns None if it has none, or if it does
     not repeat in them what it does in the few. The arguments are as `_capture` has them."""
     runs = layer_runs(model)
-    if not runs:
+    if not runs or source_has(model, MENTIONS_HOOKS):  # a layer may have a hook that the others do not have
         return None
     layers = {name: layer for run in runs for name, layer in run.equal_layers.items()}
 

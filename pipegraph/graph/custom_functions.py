@@ -45,8 +45,8 @@ class AppliedFunction:
     function: type
     types: tuple[str, ...]
     tuples: tuple[bool, ...]
-    results: int | None
-    draws: bool
+    results: int | None = None
+    draws: bool = False
 
     def apply(self, *args: Any) -> Any:
         """Apply the Function, with its backward. Several results are a list, as operators return them."""
@@ -83,7 +83,7 @@ def callable_of(target: Any) -> Callable[..., Any]:
     return _functions[target].apply if target in _functions else target
 
 
-def _operator(applied: AppliedFunction) -> OpOverload:
+def operator_of_function(applied: AppliedFunction) -> OpOverload:
     """The operator of a Function, which is defined at the first call."""
     if applied not in _operators:
         function_name = applied.function.__name__
@@ -153,7 +153,7 @@ def _operator_for(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         raise UnwritableFunctionError(f"{name} writes into its arguments")
     if any("apply" in vars(base) for base in function.__mro__ if not base.__module__.startswith("torch.")):
         raise UnwritableFunctionError(f"{name} defines apply itself")
-    return _operator(AppliedFunction(function, types, tuples, trial.results, trial.draws))
+    return operator_of_function(AppliedFunction(function, types, tuples, trial.results, trial.draws))
 
 
 def apply_written(function: type, written: type, args: tuple[Any, ...]) -> Any:

@@ -49,20 +49,27 @@ class FunctionText:
         name: of the function; empty for a lambda.
         text: ``lambda gradient: gradient * _tensor_0``.
         tensors: the tensors that it reads: name in the text → the tensor and its name in the source.
+        numbers: the numbers that have a name in the text: that name → the number and its name in the source.
         libraries: the names of libraries in the text: ``torch``, ``F``, ``nn`` or ``math``.
+        file: of its source.
     """
 
     name: str
     text: str
     tensors: Mapping[str, tuple[Tensor, str]]
+    numbers: Mapping[str, tuple[float, str]]
     libraries: frozenset[str]
+    file: str
 
 
-def function_text(function: Callable[..., Any]) -> FunctionText:
+def function_text(function: Callable[..., Any], names_numbers: bool = False) -> FunctionText:
     """Return the text of a function, with the values of the names that it reads from around it.
 
     Numbers are written as they are, tensors get a name, and arguments that `functools.partial`, a bound method or a
     default give are values as well.
+
+    Args:
+        names_numbers: whether a number gets a name too, unless it is a constant of the module.
 
     Raises:
         NotPortableError: it reads or changes anything else, or its source cannot be found.
@@ -84,7 +91,7 @@ def function_text(function: Callable[..., Any]) -> FunctionText:
         raise NotPortableError(f"it changes its argument {min(changed)}")
     if "self" in local:
         raise NotPortableError("it has a variable self, which is the stage in the stage's source")
-    reader = _Reader(around, local)
+    reader = _Reader(around, local, frozenset(closure.globals) if names_numbers else None)
     if isinstance(node, ast.Lambda):
         _drop_parameters(node.args, values)
         node.body = reader.visit(node.body)
@@ -100,7 +107,9 @@ def function_text(function: Callable[..., Any]) -> FunctionText:
     text = ast.unparse(node)
     if '"' not in text:
         text = text.replace("'", '"')
-    return FunctionText(name, text, reader.tensors, frozenset(reader.libraries))
+    return FunctionText(
+        name, text, reader.tensors, reader.numbers, frozenset(reader.libraries), function.__code__.co_filename
+    )
 
 
 def _with_arguments(function: Callable[..., Any]) -> tuple[types.FunctionType, dict[str, Any]]:
@@ -172,11 +181,13 @@ class _Reader(ast.NodeTransformer):
     Args:
         around: name → value.
         local: the names that are its own.
+        constants: the names whose numbers are written as they are; None for all.
     """
 
-    def __init__(self, around: Mapping[str, Any], local: set[str]) -> None:
-        self._around, self._local = around, local
+    def __init__(self, around: Mapping[str, Any], local: set[str], constants: frozenset[str] | None) -> None:
+        self._around, self._local, self._constants = around, local, constants
         self.tensors: dict[str, tuple[Tensor, str]] = {}
+        self.numbers: dict[str, tuple[float, str]] = {}
         self.libraries: set[str] = set()
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
@@ -245,14 +256,20 @@ class _Reader(ast.NodeTransformer):
             if callable(value) and getattr(module, name, None) is value:
                 self.libraries.add(library)
                 return ast.Attribute(ast.Name(library, ast.Load()), name, ast.Load())
+        if self._constants is not None and name not in self._constants and type(value) in (bool, int, float):
+            return _named(self.numbers, "number", value, name)
         return _number(value)
 
     def _tensor(self, value: Tensor, name: str) -> ast.expr:
-        tensor_name = next((key for key, (tensor, _) in self.tensors.items() if tensor is value), None)
-        if tensor_name is None:
-            tensor_name = f"_tensor_{len(self.tensors)}"
-            self.tensors[tensor_name] = value, name
-        return ast.Name(tensor_name, ast.Load())
+        return _named(self.tensors, "tensor", value, name)
+
+
+def _named(values: dict[str, tuple[Any, str]], kind: str, value: Any, name: str) -> ast.expr:
+    """The name of a value in the text: a new one, unless it has one."""
+    known = (key for key, (other, source) in values.items() if other is value and (kind == "tensor" or source == name))
+    key = next(known, f"_{kind}_{len(values)}")
+    values.setdefault(key, (value, name))
+    return ast.Name(key, ast.Load())
 
 
 def _number(value: Any) -> ast.expr | None:

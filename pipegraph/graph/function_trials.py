@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from typing import Any, Final
 
 import torch
@@ -27,6 +27,8 @@ _TOLERANCE: Final = 1e-4
 _SMALL: Final = 64  # the largest dimension of the arguments on which a Function is tried first
 _LARGEST: Final = 2**26  # elements of an argument on which it is tried
 _SCALES: Final = (1.0, 30.0)  # of values: some Functions cut a gradient off if its value is large
+GRADIENT_SCALES: Final = (1.0, 1e3)
+"""The scales of the gradients that arrive: some Functions cut a large one off."""
 
 
 class UnwritableFunctionError(Exception):
@@ -95,7 +97,8 @@ def is_same(function: type, written: type, args: tuple[Any, ...]) -> bool:
     def run(cls: type, values: list[Any]) -> list[Tensor | None]:
         with DrawsFixed():
             results = apply_function(cls, *values)
-            return [*pytree.tree_leaves(results), *gradients(results, values)]
+            of_scales = [gradients(results, values, scale=gradient_scale) for gradient_scale in GRADIENT_SCALES]
+            return [*pytree.tree_leaves(results), *chain.from_iterable(of_scales)]
 
     def compare(samples: Samples) -> bool:
         for scale in _SCALES:
@@ -190,27 +193,32 @@ def _has_derivative(function: Any, kwargs: dict[str, Any], values: list[Any]) ->
 
     try:
         with DrawsFixed():
-            derived = gradients(run_forward(*values), values)
-            of_backward = gradients(apply_function(function, *values, **kwargs), values)
+            results, derived_results = apply_function(function, *values, **kwargs), run_forward(*values)
+            for scale in GRADIENT_SCALES:
+                pair = (gradients(outputs, values, scale=scale) for outputs in (results, derived_results))
+                if not all(map(are_close, *pair)):
+                    return False
     except Exception:  # whatever a forward does not do under autograd, or a backward raises
         return False
-    return all(map(are_close, of_backward, derived))
+    return True
 
 
-def gradients(results: Any, values: Sequence[Any], arriving: Sequence[Tensor] | None = None) -> list[Tensor | None]:
-    """The gradients of arguments, for gradients of the results; made-up ones if none are given."""
+def gradients(
+    results: Any, values: Sequence[Any], arriving: Sequence[Tensor] | None = None, scale: float = 1.0
+) -> list[Tensor | None]:
+    """The gradients of arguments, for gradients of the results; made-up ones on a scale if none are given."""
     leaves = [value for value in values if isinstance(value, Tensor) and value.requires_grad]
     outputs = [result for result in pytree.tree_leaves(results) if isinstance(result, Tensor) and result.requires_grad]
     if not outputs or not leaves:
         return [None] * len(leaves)
     if arriving is None:
-        arriving = [arriving_gradient(output) for output in outputs]
-    return list(torch.autograd.grad(outputs, leaves, arriving, allow_unused=True))
+        arriving = [arriving_gradient(output, scale) for output in outputs]
+    return list(torch.autograd.grad(outputs, leaves, arriving, allow_unused=True, retain_graph=True))
 
 
-def arriving_gradient(output: Tensor) -> Tensor:
+def arriving_gradient(output: Tensor, scale: float = 1.0) -> Tensor:
     """A gradient of a result that differs from element to element."""
-    return torch.linspace(-1, 1.5, output.numel(), dtype=output.dtype).reshape(output.shape)
+    return torch.linspace(-scale, 1.5 * scale, output.numel(), dtype=output.dtype).reshape(output.shape)
 
 
 def is_differentiable(value: Any) -> bool:

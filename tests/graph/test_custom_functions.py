@@ -48,6 +48,18 @@ class Rounded(torch.autograd.Function):
         return gradient
 
 
+class Clipped(torch.autograd.Function):
+    """A backward that is the derivative of the forward unless the gradient is large."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.clamp(-5, 5)
+
+
 class Squared(torch.autograd.Function):
     """A backward that is the derivative of the forward."""
 
@@ -77,7 +89,7 @@ def functions_in(captured: Captured) -> list[type]:
     return [applied.function for node in captured.nodes if (applied := applied_function(node.target)) is not None]
 
 
-@pytest.mark.parametrize("function", [Doubled, Rounded])
+@pytest.mark.parametrize("function", [Doubled, Rounded, Clipped])
 def test_a_backward_that_is_not_the_derivative_is_kept(function: Any, tmp_path: Path) -> None:
     applied = vars(torch.autograd.Function)["apply"]
     model, x = Apply(function), torch.randn(2, 4)

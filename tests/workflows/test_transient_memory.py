@@ -23,7 +23,9 @@ def test_stages_need_what_was_predicted(recompute: Any, schedule: str, tmp_path:
     captured = pipegraph.capture(Layered(), (INPUT,))
     plan = pipegraph.plan(captured, points=["layers.4"], recompute=recompute, balance="time")
     package = pipegraph.write_package(plan, tmp_path / "package")
-    pipe = Pipeline(package, build(schedule, 2, 1), kernels="eager", loss_fn=lambda output, target: default_loss(output))
+    pipe = Pipeline(
+        package, build(schedule, 2, 1), kernels="eager", loss_fn=lambda output, target: default_loss(output)
+    )
     pipe.step(INPUT, target=torch.empty(16))  # traces, and makes the gradients that others are added to
     allocations = Allocations()
     with pipe.observe(allocations), allocations:

@@ -30,6 +30,7 @@ from pipegraph.codegen.author_text.names import (
 )
 from pipegraph.codegen.names.source_statements import source_tree
 from pipegraph.errors import CaptureError, path_from_here
+from pipegraph.graph.tensor_hooks import file_of_hook
 
 
 def add_function(shared: SharedNames, function: type) -> None:
@@ -137,7 +138,7 @@ class _Definition:
 
     def __init__(self, member: type | FunctionType) -> None:
         file, statement = _statement(member)
-        self.origin = origin_of(file)
+        self.origin = origin_of(file_of_hook(member) or file)
         self.namespace = dict(_namespace(member))
         lines = linecache.getlines(file)[_first_line(statement) - 1 : statement.end_lineno]
         text = textwrap.dedent("".join(lines))

@@ -455,5 +455,7 @@ def check_node(node: ast.AST) -> None:
     """Raise UnwritableError for what no stage has."""
     if isinstance(node, (ast.Import, ast.ImportFrom, ast.Global, ast.Nonlocal, ast.Yield, ast.Await)):
         raise UnwritableError("it imports a module, or is not a plain function")
+    if isinstance(node, ast.Attribute) and node.attr == "register_hook":
+        raise UnwritableError("it adds a hook to a tensor, for which the graph has a Function")
     if isinstance(node, ast.Attribute) and node.attr in _NOT_IN_A_STAGE and ast.unparse(node).startswith("torch."):
         raise UnwritableError(f"it uses {ast.unparse(node)}, which is an option of the pipeline")

@@ -118,8 +118,11 @@ def variables(tree: ast.AST, context: type[ast.expr_context]) -> frozenset[str]:
     return frozenset(names)
 
 
-_CHANGES: Final = frozenset({"append", "clear", "extend", "insert", "pop", "remove", "reverse", "setdefault", "update"})
-"""Methods that change a list, a dict or a set: a variable that has one is another value afterwards."""
+_CHANGES: Final = frozenset(
+    {"append", "clear", "extend", "insert", "pop", "register_hook", "remove", "reverse", "setdefault", "update"}
+)
+"""Methods that change a list, a dict or a set: a variable that has one is another value afterwards. So is a tensor with
+a hook."""
 
 
 _RESHAPES: Final = frozenset({"view", "reshape", "unflatten", "expand", "repeat"})

@@ -120,7 +120,8 @@ def _written(value: ast.expr) -> ast.expr | None:
     target: ast.expr | None = None
     part = value
     while isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute):
-        is_in_place = part.func.attr.endswith("_") and not part.func.attr.endswith("__")
+        name = part.func.attr
+        is_in_place = (name.endswith("_") and not name.endswith("__")) or name == "register_hook"
         target = part.func.value if is_in_place else None
         part = part.func.value
     return target

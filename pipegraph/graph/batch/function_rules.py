@@ -16,6 +16,7 @@ from pipegraph.graph.batch.row_call import RowCall
 from pipegraph.graph.batch.row_state import INVARIANT, Rows, RowsMixError, State
 from pipegraph.graph.custom_functions import AppliedFunction
 from pipegraph.graph.function_trials import (
+    GRADIENT_SCALES,
     DrawsFixed,
     UnwritableFunctionError,
     are_close,
@@ -121,27 +122,29 @@ def _layouts(
             return None
         result_layouts.append(layout)
     pairs = [(result, layout) for result, layout in zip(results, result_layouts, strict=True) if result.requires_grad]
-    arriving = [arriving_gradient(result) for result, _ in pairs]
-    with DrawsFixed():
-        of_batch = gradients(results, values, arriving)
-        parts = [
-            gradients(
-                of_half,
-                half,
-                [
-                    gradient if layout is None else layout.half(gradient, number)
-                    for gradient, (_, layout) in zip(arriving, pairs, strict=True)
-                ],
-            )
-            for number, (of_half, half) in enumerate(zip(half_results, halves, strict=True))
-        ]
     differentiated = [
         layout
         for value, layout in zip(values, layouts, strict=True)
         if isinstance(value, Tensor) and value.requires_grad
     ]
-    is_same = all(map(_agree, of_batch, *parts, differentiated))
-    return result_layouts if is_same else None
+    for scale in GRADIENT_SCALES:
+        arriving = [arriving_gradient(result, scale) for result, _ in pairs]
+        with DrawsFixed():
+            of_batch = gradients(results, values, arriving)
+            parts = [
+                gradients(
+                    of_half,
+                    half,
+                    [
+                        gradient if layout is None else layout.half(gradient, number)
+                        for gradient, (_, layout) in zip(arriving, pairs, strict=True)
+                    ],
+                )
+                for number, (of_half, half) in enumerate(zip(half_results, halves, strict=True))
+            ]
+        if not all(map(_agree, of_batch, *parts, differentiated)):
+            return None
+    return result_layouts
 
 
 def _agree(of_batch: Tensor | None, first: Tensor | None, second: Tensor | None, layout: _Layout | None) -> bool:

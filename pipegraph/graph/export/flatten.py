@@ -23,6 +23,7 @@ from pipegraph.graph.export.kept_sizes import OF_ATEN
 from pipegraph.graph.model_structure import MODULE_ATTRIBUTES
 from pipegraph.graph.nodes import number_of, source_line
 from pipegraph.graph.operators import operator_of
+from pipegraph.graph.tensor_hooks import place_hooks
 from pipegraph.torch_private.export import GRAD_ENABLED
 from pipegraph.torch_private.fake_tensors import fake_mode_of, values_of
 from pipegraph.torch_private.operators import HigherOrderOperator, OpOverload
@@ -102,6 +103,7 @@ class _Flattening:
         inputs = module.graph.find_nodes(op="placeholder")
         values: dict[fx.Node, Any] = {node: self._placeholder(node, specs[node.name]) for node in inputs}
         self._inline(module, values, regions=())
+        place_hooks(self.graph)
         return self.graph, self.sizes
 
     def _placeholder(self, node: fx.Node, spec: InputSpec) -> Any:

@@ -175,7 +175,7 @@ def fake_parameters(
             twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=fake_dtype, device=where)
             return twin.requires_grad_(tensor.requires_grad)
 
-    fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, lambda leaf: fake(leaf.detach()), (args, kwargs))
+    fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, fake, (args, kwargs))
     twins: dict[Any, torch.Tensor] = {}
     replaced: list[tuple[nn.Module, str, torch.Tensor]] = []
     reading = ReadFromModules(model)

@@ -35,6 +35,8 @@ from pipegraph.graph.export.isolation import (
 from pipegraph.graph.export.kept_sizes import CALLS
 from pipegraph.graph.model_structure import follows_mode, modes_of
 from pipegraph.graph.operators import MODE_ARGUMENTS, operator_of_target
+from pipegraph.graph.tensor_hooks import NAMESPACE as HOOKS
+from pipegraph.graph.tensor_hooks import hooks_left_out
 from pipegraph.torch_private.export import autograd_functions_wrapped, exporting
 from pipegraph.torch_private.fake_tensors import TorchDispatchMode, values_of
 from pipegraph.torch_private.operators import is_mutable, schema_arguments
@@ -135,6 +137,7 @@ def without_memory(
         generators_restored(),
         fake_parameters(model, args, kwargs, dtype, device) as (fake_args, fake_kwargs),
         exporting(),
+        hooks_left_out(),
         refusals_not_logged(),
         warnings.catch_warnings(),
         torch.no_grad(),
@@ -163,6 +166,8 @@ class _OperationRecord(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
+        if func.namespace == HOOKS:
+            return None
         if func in CALLS:
             with self:
                 return CALLS[func](*args, **kwargs)

@@ -33,6 +33,7 @@ from pipegraph.graph.export.shape_expression_limit import FixedSizeNeededError, 
 from pipegraph.graph.function_trials import UnwritableFunctionError
 from pipegraph.graph.model_structure import modes_of
 from pipegraph.graph.symbolic_size import InputDimension
+from pipegraph.graph.tensor_hooks import HOOK_ADVICE, HookError, hooks_marked
 from pipegraph.torch_private.export import autograd_functions_wrapped, fixed_sizes_seen, grad_modes_marked
 from pipegraph.torch_private.modules import recurrent_layers_without_steps
 from pipegraph.torch_private.pytrees import pytree
@@ -300,6 +301,7 @@ def _export(
         grad_modes_marked(),
         recurrent_layers_without_steps(),
         autograd_functions_wrapped(apply_by_operator),
+        hooks_marked(),
         _modes(mode),
         fake_parameters(model, args, kwargs, dtype) as (fake_args, fake_kwargs),
         _every_input_named(model, kwargs),
@@ -409,6 +411,11 @@ def _lost_backward(model: nn.Module, error: UnwritableFunctionError) -> CaptureE
     at = f"\n  at {where}" if where else ""
     return CaptureError(
         f"{type(model).__name__} cannot be captured: {error}, so that its backward would be lost.{at}",
-        "a torch.autograd.Function of tensors and plain numbers, which returns new tensors; or torch.library.custom_op "
-        "with register_autograd.",
+        HOOK_ADVICE if isinstance(error, HookError) else _FUNCTION_ADVICE,
     )
+
+
+_FUNCTION_ADVICE: Final = (
+    "a torch.autograd.Function of tensors and plain numbers, which returns new tensors; or torch.library.custom_op "
+    "with register_autograd."
+)

@@ -193,13 +193,13 @@ REFUSED = (
         "changes_class",
         "remembers",
     ),
-    *("adds_in_place", "draws", "reads_clock", "reads_date", "seeds", "seeds_generator", "forks", "hooks_tensor"),
+    *("adds_in_place", "draws", "reads_clock", "reads_date", "seeds", "seeds_generator", "forks"),
     *("hooks_node", "hooks_several", "hooks_parameter", "hooks_module", "keeps_gradient", "packs"),
     "switches_gradients_off",
 )
 RIGHT = (
     *("nothing", "caches", "passes_on", "counts_in_buffer", "offloads", "switches_gradients"),
-    *("switches_gradients_on_again", "compiles", "scripts"),
+    *("switches_gradients_on_again", "compiles", "scripts", "hooks_tensor"),
 )
 PLACES = ("forward", "submodule", "helper", "training", "evaluation")
 
