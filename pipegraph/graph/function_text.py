@@ -266,8 +266,8 @@ class _Reader(ast.NodeTransformer):
 
 def _named(values: dict[str, tuple[Any, str]], kind: str, value: Any, name: str) -> ast.expr:
     """The name of a value in the text: a new one, unless it has one."""
-    known = (key for key, (other, source) in values.items() if other is value and (kind == "tensor" or source == name))
-    key = next(known, f"_{kind}_{len(values)}")
+    names = (key for key, (named, source) in values.items() if named is value and (kind == "tensor" or source == name))
+    key = next(names, f"_{kind}_{len(values)}")
     values.setdefault(key, (value, name))
     return ast.Name(key, ast.Load())
 

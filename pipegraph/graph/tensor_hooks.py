@@ -169,9 +169,9 @@ def _try(hook: _Hook, values: Sequence[Tensor | float]) -> None:
         arguments = samples(1.0)
         output: Tensor = function.apply(*arguments)
         arriving = arriving_gradient(output)
-        kept = arriving.clone()
+        copy = arriving.clone()
         gradient = gradients(output, arguments[:1], [arriving])[0]
-        if not torch.equal(arriving, kept):
+        if not torch.equal(arriving, copy):
             return "writes into the gradient"
         return "returns no gradient" if gradient is None else ""
 
@@ -190,15 +190,15 @@ def _marker(hook: _Hook) -> OpOverload:
         name = f"hook_{len(_markers)}"
         arguments = "".join(f", {kind} x{position}" for position, (_, kind) in enumerate(hook.arguments))
         _library.define(f"{name}(Tensor(a!) x{arguments}) -> ()")
-        _library.impl(name, _nothing, "CompositeExplicitAutograd")
+        _library.impl(name, _no_result, "CompositeExplicitAutograd")
         _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
-        torch.library.register_fake(f"{NAMESPACE}::{name}", _nothing, lib=_library)
+        torch.library.register_fake(f"{NAMESPACE}::{name}", _no_result, lib=_library)
         operator = getattr(getattr(torch.ops, NAMESPACE), name).default
         _markers[hook], _hooks[operator] = operator, hook
     return _markers[hook]
 
 
-def _nothing(*_: Any) -> None:
+def _no_result(*_: Any) -> None:
     """What an operator that marks a hook computes."""
 
 
@@ -263,7 +263,8 @@ def _body(hook: _Hook, definition: ast.stmt) -> tuple[str, list[str]]:
     read = [f"{number} = ctx.{number}" for number in _numbers(hook)]
     if not hook.name:
         return "gradient", [*read, f"({hook.text})(gradient)"]
-    return "gradient", [*read, *hook.text.splitlines(), "", f"{hook.name}(gradient)"]
+    blank = [""] if hook.arguments else []  # as formatters have it
+    return "gradient", [*read, *blank, *hook.text.splitlines(), "", f"{hook.name}(gradient)"]
 
 
 def _numbers(hook: _Hook) -> list[str]:
@@ -279,7 +280,7 @@ class _Mark:
 
     hook: _Hook
     tensor: fx.Node
-    others: tuple[Any, ...]
+    values: tuple[Any, ...]
     marker: fx.Node
     following: fx.Node
     is_read_before: bool
@@ -315,12 +316,12 @@ def _marks(graph: fx.Graph) -> Iterator[_Mark]:
         hook = _hooks.get(node.target)
         if hook is None:
             continue
-        tensor, *others = node.args
+        tensor, *values = node.args
         following = node.next
         while following.target in _hooks:
             following = following.next
         readers = [user for user in tensor.users if user.target not in _hooks and order[user] < order[node]]
-        yield _Mark(hook, tensor, tuple(others), node, following, bool(readers))
+        yield _Mark(hook, tensor, tuple(values), node, following, bool(readers))
 
 
 def _check(mark: _Mark) -> None:
@@ -344,17 +345,17 @@ def _place(graph: fx.Graph, mark: _Mark, applied: AppliedFunction) -> None:
     scope = path_of(marker)
     readers = list(tensor.users)
     if mark.is_read_before or path_of(tensor)[: len(scope)] != scope or any(map(_is_hook, readers)):
-        if any(isinstance(value, fx.Node) for value in mark.others):
+        if any(isinstance(value, fx.Node) for value in mark.values):
             raise CaptureError(
                 "The model adds a hook to a tensor that it has read before, or that another module has computed, and "
                 f"the hook reads other tensors.\n  at {source_line(marker)}",
                 "h.register_hook right after h is computed.",
             )
-        following, scope, functions = _after(graph, tensor)
+        following, scope, functions = _place_after(graph, tensor)
     else:
         following, functions = mark.following, marker.meta["functions"]
     with graph.inserting_before(following):
-        node = graph.call_function(operator_of_function(applied), (tensor, *mark.others))
+        node = graph.call_function(operator_of_function(applied), (tensor, *mark.values))
     node.meta = {**marker.meta, "path": scope, "functions": functions, "val": tensor.meta["val"]}
     if SIZES in tensor.meta:
         node.meta[SIZES] = tensor.meta[SIZES]
@@ -369,7 +370,7 @@ def _is_hook(node: fx.Node) -> bool:
     return function is not None and function.function in _files
 
 
-def _after(graph: fx.Graph, tensor: fx.Node) -> tuple[fx.Node, tuple[Any, ...], tuple[Any, ...]]:
+def _place_after(graph: fx.Graph, tensor: fx.Node) -> tuple[fx.Node, tuple[Any, ...], tuple[Any, ...]]:
     """The node after a tensor, and the calls of modules and functions that both are in."""
     following = tensor.next
     while following.op in ("placeholder", "get_attr"):

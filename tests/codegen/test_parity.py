@@ -17,6 +17,7 @@ CUTS = [
     ("tests/models/batch_norm.py", "layers.1.1,layers.2.2"),
     ("tests/models/buffers.py", 3),
     ("tests/models/custom_functions.py", "1.classify,3"),
+    ("tests/models/tensor_hooks.py", "1.blocks.0.down,3"),
     ("tests/models/dropout.py", "layers.1.2,layers.3"),
     ("tests/models/hostile_names.py", 3),
     ("tests/models/late_input.py", "layers.2,gate"),

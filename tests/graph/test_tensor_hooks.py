@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import pipegraph
 from pipegraph.errors import CaptureError
@@ -53,6 +53,7 @@ def test_a_hook_that_is_several_statements(tmp_path: Path) -> None:
     assert (
         "    def backward(ctx, gradient):\n"
         "        limit = ctx.limit\n"
+        "\n"
         "        def clip_rows(gradient):\n"
         "            size = gradient.abs().mean(-1, keepdim=True)\n"
         "            return torch.where(size > limit, gradient * limit / size, gradient)\n"

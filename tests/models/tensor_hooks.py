@@ -167,3 +167,17 @@ def changes_shape(model: Hooked, h: Tensor) -> Tensor:
 
 
 REFUSED = (logs, returns_nothing, hooks_parameter, removes, writes, writes_gradient, changes_shape)
+
+
+def build_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Residual(kind, 1) for kind in RIGHT))
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+_generator = torch.Generator().manual_seed(0)
+example_inputs = (torch.randn(4, 5, 8, generator=_generator),)
+example_target = torch.randn(4, 5, 8, generator=_generator)

@@ -39,10 +39,6 @@ from pipegraph.torch_private.pytrees import pytree
 # out.
 
 
-_SAMPLES: Final = 3
-"""Lengths that are compared for each set of relations that do not hold there."""
-
-
 def without_remainders(guards: SizeGuards, is_same: Callable[[Sizes], bool]) -> SizeGuards:
     """Return the guards without those that the model does not depend on.
 
@@ -53,14 +49,17 @@ def without_remainders(guards: SizeGuards, is_same: Callable[[Sizes], bool]) -> 
     candidates = frozenset(relation for relation in guards.required if _is_about_remainder(relation))
     if not candidates:
         return guards
-    compared: dict[frozenset[sympy.Basic], list[bool]] = {}
+    samples: dict[frozenset[sympy.Basic], list[Sizes]] = {}  # by the relations that do not hold there
     for sizes in _samples(guards, candidates):
         failing = guards.failing(sizes)
-        if failing and failing <= candidates and len(compared.setdefault(failing, [])) < _SAMPLES:
-            compared[failing].append(is_same(sizes))
-    required = {relation for failing, results in compared.items() if not all(results) for relation in failing}
-    tried = {relation for failing in compared for relation in failing}
-    return guards.without(tried - required)
+        if failing and failing <= candidates:
+            samples.setdefault(failing, []).append(sizes)
+    required: set[sympy.Basic] = set()
+    for failing, lengths in samples.items():
+        # A comparison of a large model takes seconds: that of the shortest and of the longest says most.
+        if not (is_same(lengths[0]) and is_same(lengths[-1])):
+            required |= failing
+    return guards.without(frozenset().union(*samples) - required)
 
 
 def sizes_of_some_remainders(guards: SizeGuards) -> Iterator[sympy.Symbol]:
