@@ -212,3 +212,25 @@ def test_numbers_that_follow_from_attributes_are_written_so(tmp_path: Path) -> N
     assert "/ (8 + 5 * self.eps)" in text
     assert "torch.full((8,), 0.3)" in text  # and not 0.30000001192092896, which is the same in float32
     assert differences(package, model, (x,), train=True) == []
+
+
+class ScaledByDefault(nn.Module):
+    """Assigns two attributes at once, and computes one from the default of an argument."""
+
+    def __init__(self, width: int, factor: float = 8, scale: float = 32) -> None:
+        super().__init__()
+        self.scale, self.heads = factor**-0.5, 2
+        self.bias = scale**-0.5
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x * self.scale + self.bias).unflatten(-1, (self.heads, -1)).flatten(-2)
+
+
+def test_a_number_is_computed_from_a_default(tmp_path: Path) -> None:
+    model, x = Row([ScaledByDefault(8), ScaledByDefault(8, scale=16.0)]), batch(2, 5, 8)
+    package = split(tmp_path, model, (x,))
+    text = written(tmp_path)
+    assert "self.scale = 8**-0.5\n" in text
+    assert "self.bias = bias\n" in text  # the classes are one: their numbers are arguments
+    assert differences(package, model, (x,), train=True) == []

@@ -11,7 +11,7 @@ from torch import nn
 
 from pipegraph.codegen.classes.constructor_arguments import author_numbers
 from pipegraph.codegen.forward.source_numbers import Evaluation, Number, attribute_numbers, evaluated
-from pipegraph.codegen.names.author_arguments import attributes_assigned, author_arguments_of
+from pipegraph.codegen.names.author_arguments import attributes_assigned, author_arguments_of, default_numbers
 from pipegraph.codegen.syntax.expressions import Expression, Literal, call, literal
 from pipegraph.codegen.syntax.statements import Statement
 
@@ -30,6 +30,7 @@ def with_computed_numbers(
     if not fractions:
         return dict(attributes)
     numbers: dict[str, Number] = {
+        **default_numbers(type(module)),  # the result says whether the constructor had other ones
         **author_numbers(init, author_arguments_of(type(module))),
         **attribute_numbers(vars(module)),
     }

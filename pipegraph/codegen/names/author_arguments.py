@@ -72,7 +72,8 @@ def _author_arguments(constructor: FunctionType) -> AuthorArguments:
 
 
 def attributes_assigned(module_class: type) -> Iterator[tuple[str, ast.expr]]:
-    """Yield the attributes that the constructor of a class assigns, each with the expression."""
+    """Yield the attributes that the constructor of a class assigns, each with the expression; also those of a tuple,
+    ``self.scale, self.heads = dim**-0.5, heads``."""
     constructor = _constructor(module_class)
     tree = _statement(constructor) if constructor is not None else None
     if tree is not None:
@@ -81,9 +82,21 @@ def attributes_assigned(module_class: type) -> Iterator[tuple[str, ast.expr]]:
 
 def _attributes_assigned(tree: ast.FunctionDef) -> Iterator[tuple[str, ast.expr]]:
     for statement in ast.walk(tree):
+        match statement:
+            case ast.Assign([ast.Tuple(targets)], ast.Tuple(values)) if len(targets) == len(values):
+                pairs = zip(targets, values, strict=True)
+                yield from ((target.attr, value) for target, value in pairs if isinstance(target, ast.Attribute))
         name = _attribute_assigned(statement)
         if name and isinstance(statement, (ast.Assign, ast.AnnAssign)) and statement.value is not None:
             yield name, statement.value
+
+
+def default_numbers(module_class: type) -> dict[str, int | float]:
+    """The numbers that parameters of the constructor of a class have by default."""
+    constructor = _constructor(module_class)
+    parameters = inspect.signature(constructor).parameters if constructor is not None else {}
+    defaults = {name: parameter.default for name, parameter in parameters.items()}
+    return {name: default for name, default in defaults.items() if type(default) in (int, float)}
 
 
 def _constructor(module_class: Any) -> FunctionType | None:

@@ -805,8 +805,8 @@ class T5StackEnd2(nn.Module):
             dtype=hidden_states.dtype,
             device=hidden_states.device,
         )
-        for block in self.block.values():
-            hidden_states = block(
+        for layer_module in self.block.values():
+            hidden_states = layer_module(
                 hidden_states,
                 attention_mask,
                 self_attention_position_bias,
