@@ -239,8 +239,10 @@ def given_cuts(costs: ChainCosts, options: PlanOptions, cuts: Sequence[int], ins
 def _shortage(choice: CutChoice, cause: str, instead: str) -> MemoryShortage:
     limits = choice.options.memory_of_ranks(choice.schedule.ranks)
     rank = max(range(len(limits)), key=lambda rank: choice.memory[rank] - limits[rank])
+    kinds = [f"{format_bytes(size, 2)} {kind}" for kind, size in choice.parts_of_memory[rank].by_kind().items() if size]
     return MemoryShortage(
-        f"{cause}: rank {rank} needs {format_bytes(choice.memory[rank], 2)}, and has {format_bytes(limits[rank], 2)}.",
+        f"{cause}: rank {rank} needs {format_bytes(choice.memory[rank], 2)} ({', '.join(kinds)}), and has "
+        f"{format_bytes(limits[rank], 2)}.",
         choice.peak,
         advice=f"{argument('memory_bytes', bytes_option(choice.peak))}, "
         f"{argument('recompute', 'block')}, or {instead}.",
