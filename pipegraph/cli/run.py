@@ -347,7 +347,8 @@ class RunCommand(Command):
             if shows:
                 say("\n".join([f"wrote {self.recalibrate}: {format_ratios(corrected)}", *uneven]))
         if recorded is not None:
-            RunFigures.of_run(records, compared.memory, compared.allocated).write(recorded)
+            figures = RunFigures.of_run(records, compared.memory, compared.allocated, training.peak_flops())
+            figures.write(recorded)
             result["profile"] = str(recorded)
             if shows:
                 say(f"\n{_profile_hint(recorded)}")

@@ -6,6 +6,7 @@ import bisect
 import itertools
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -402,6 +403,18 @@ class Hardware(Entry, frozen=True, kw_only=True):
     def to_json(self) -> str:
         """The text of a profile's file; a table of figures is compact."""
         return json_text(self.to_dict()) + "\n"
+
+
+def known_peak(device: str, dtype: str) -> float | None:
+    """Return the peak of a GPU in floating-point operations per second, of products in a dtype; None if no profile of
+    pipegraph is of the device.
+
+    Args:
+        device: its name, as torch has it: ``NVIDIA H100 80GB HBM3``.
+    """
+    words = re.split(r"[^a-z0-9]+", device.lower())
+    profile = next((Hardware.load(name) for name in Hardware.names() if name in words and name != "cpu"), None)
+    return None if profile is None else profile.peak_flops.get(dtype)
 
 
 def check_new(file: Path) -> None:

@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -45,11 +46,15 @@ class RunFigures(Entry, frozen=True):
         losses: of the steps, in order.
         tokens_per_second: of all ranks, with data, optimizer and checkpoints; None if tokens are not counted.
         memory: of each rank, by kind, with `TOGETHER`.
+        flops_per_second: of the model, on all ranks: the median of the steps after the first one.
+        peak_flops: of the devices of all ranks; None if it is not known.
     """
 
     losses: tuple[StepLoss, ...]
     memory: tuple[dict[Name, MemoryPair], ...]
     tokens_per_second: Number | None = None
+    flops_per_second: Number | None = None
+    peak_flops: Number | None = None
     schema_version: int = 1
 
     @classmethod
@@ -58,15 +63,18 @@ class RunFigures(Entry, frozen=True):
         steps: Iterable[Mapping[str, Any]],
         memory: Sequence[Mapping[str, PredictedAndMeasured]],
         allocated: Sequence[PredictedAndMeasured],
+        peak_flops: float | None = None,
     ) -> RunFigures:
         """Return the figures of a run.
 
         Args:
             steps: what it printed of its steps, and of evaluations, which are left out.
             memory, allocated: as `RunComparison` has them.
+            peak_flops: of the devices of all ranks.
         """
         records = [step for step in steps if "tokens_per_second" in step]
         rates = [step["tokens_per_second"] for step in records if step["tokens_per_second"]]
+        flops = [step["flops_per_second"] for step in records[1:] or records if step.get("flops_per_second")]
         return cls(
             tuple(StepLoss(step["index"], step["loss"] if abs(step["loss"]) <= _MOST else None) for step in records),
             tuple(
@@ -74,6 +82,8 @@ class RunFigures(Entry, frozen=True):
                 for rank, total in zip(memory, allocated, strict=True)
             ),
             rates[-1] if rates else None,
+            statistics.median(flops) if flops else None,
+            peak_flops,
         )
 
     @classmethod

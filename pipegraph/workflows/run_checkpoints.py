@@ -149,6 +149,7 @@ class TrainingStep:
         metrics: what the model file's `metrics` returned, averaged.
         tokens_per_second: of the steps after this process's first one, with data, optimizer and checkpoints.
         seconds_left: until all steps are done, if their number is known.
+        flops_per_second: of the model, as `model_flops` counts them, on all ranks in ``seconds``.
     """
 
     index: int
@@ -157,6 +158,7 @@ class TrainingStep:
     metrics: dict[str, float] = field(default_factory=dict)
     tokens_per_second: float | None = None
     seconds_left: float | None = None
+    flops_per_second: float | None = None
 
     def __str__(self) -> str:
         parts = [

@@ -7,7 +7,7 @@ import json
 import math
 import statistics
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple
@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import Tensor
 
-from pipegraph.cost.hardware import Hardware
+from pipegraph.cost.hardware import Hardware, known_peak
 from pipegraph.cost.model_output import output_tensors, returned_loss
 from pipegraph.device import Device
 from pipegraph.errors import BatchError, PipegraphError, RuntimeFault, SourceError
@@ -46,7 +46,7 @@ from pipegraph.runtime.tensor_parallel import tensor_ranks
 from pipegraph.schedule import CollectiveKind, Schedule
 from pipegraph.torch_private.pytrees import pytree
 from pipegraph.tracing.recording.profiler import LoopProfiler
-from pipegraph.tracing.recording.step_figures import batch_sizes
+from pipegraph.tracing.recording.step_figures import batch_sizes, model_flops
 from pipegraph.units import format_count, format_duration
 from pipegraph.workflows.batch import Batch, batch_from_manifest, batch_from_source, explain_model_mismatch
 from pipegraph.workflows.profile import profile
@@ -509,6 +509,16 @@ class Training:
         """Return whether this process knows the loss and is the one that prints it: the first of those that do."""
         return self._prints and self._pipeline.package.manifest.stages[-1].index in self._pipeline.stages
 
+    def peak_flops(self) -> float | None:
+        """The peak of the devices of all ranks in the dtype of the model's values; None if it is not known."""
+        manifest = self._pipeline.package.manifest
+        dtypes = Counter(value.dtype for value in manifest.values.values() if "float" in value.dtype)
+        dtype = dtypes.most_common(1)[0][0] if dtypes else "float32"
+        if dtype == "float32" and torch.get_float32_matmul_precision() != "highest":
+            dtype = "tfloat32"
+        peak = known_peak(Device(self._pipeline.device).name, dtype)
+        return None if peak is None else peak * self._pipeline.schedule.ranks * math.prod(self.mesh.values())
+
     @property
     def has_loss(self) -> bool:
         """Whether the model file has a loss function, or the model returns its loss."""
@@ -631,6 +641,8 @@ class Training:
             self._profile.step(result)
         if result.loss is None or not self.knows_loss:
             return None
+        sizes = self._pipeline.last_sizes
+        flops = None if sizes is None else model_flops(self._pipeline.package.manifest, sizes)
         return TrainingStep(
             self.done - 1,
             float(result.loss),
@@ -638,6 +650,7 @@ class Training:
             {name: float(metric) for name, metric in (result.metrics or {}).items()},
             self._pace.tokens_per_second,
             self._pace.seconds_left(last - self.done) if last is not None and self.has_data else None,
+            None if flops is None or not seconds else flops * self._share[1] / seconds,
         )
 
     def _tokens(self) -> int:

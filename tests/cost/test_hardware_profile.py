@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from pipegraph.cost.hardware import Hardware, Link
+from pipegraph.cost.hardware import Hardware, Link, known_peak
 from pipegraph.errors import PipegraphError
 from pipegraph.package.prediction import MeasuredRatio
 from pipegraph.report.text.package_tables import render_hardware
@@ -223,3 +223,11 @@ def test_a_profile_of_ones_own_is_not_called_as_one_of_pipegraphs(tmp_path: Path
     file.write_text(replace(h100, memory_bandwidth=1e12).to_json())
     with refused(PipegraphError, "mine.json", '"h100"', advice='"h100-here"'):
         Hardware.load(file)
+
+
+def test_the_peak_of_a_device_by_the_name_that_torch_has() -> None:
+    assert known_peak("NVIDIA H100 80GB HBM3", "bfloat16") == Hardware.load("h100").peak_flops["bfloat16"]
+    assert known_peak("NVIDIA A100-SXM4-80GB", "tfloat32") == Hardware.load("a100").peak_flops["tfloat32"]
+    assert known_peak("AMD Instinct MI300X", "float32") == Hardware.load("mi300x").peak_flops["float32"]
+    assert known_peak("AMD EPYC 9554 64-Core CPU", "float32") is None
+    assert known_peak("NVIDIA H100 80GB HBM3", "complex64") is None

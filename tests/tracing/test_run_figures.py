@@ -21,11 +21,12 @@ from tests.tracing.test_idle_causes import EVEN, SCHEDULE
 
 def figures(*losses: float) -> RunFigures:
     steps: list[dict[str, Any]] = [
-        {"index": index, "loss": loss, "tokens_per_second": 1000.0 * index or None} for index, loss in enumerate(losses)
+        {"index": index, "loss": loss, "tokens_per_second": 1000.0 * index or None, "flops_per_second": 1e9 * 2**index}
+        for index, loss in enumerate(losses)
     ]
     memory = [{"parameters": PredictedAndMeasured(2048, 1024)}, {"parameters": PredictedAndMeasured(None, 512)}]
     together = [PredictedAndMeasured(4096, None), PredictedAndMeasured(None, None)]
-    return RunFigures.of_run([*steps, {"index": 1, "loss": 0.5}], memory, together)
+    return RunFigures.of_run([*steps, {"index": 1, "loss": 0.5}], memory, together, peak_flops=1e10)
 
 
 @pytest.fixture
@@ -52,6 +53,8 @@ def test_the_report_shows_them(folder: Path) -> None:
     analysis = analysed(folder)
     text = render_trace_report(analysis)
     assert "loss 2 at step 0, 0.5 at step 2; 2,000 tokens/s" in text
+    # The first step, which compiles, does not count.
+    assert "3.0 GFLOP/s of the model in a step, 30.0 % of the peak of the devices (MFU)" in " ".join(text.split())
     rows = [line.split() for line in text.splitlines() if line.startswith(("parameters", "together"))]
     assert rows == [
         ["parameters", "2.0", "KiB", "1.0", "KiB", "—", "512", "B"],
@@ -65,7 +68,7 @@ def test_the_report_shows_them(folder: Path) -> None:
 def test_one_step_has_no_curve(folder: Path) -> None:
     figures(2.0).write(folder)
     page = trace_page(analysed(folder))
-    assert "<polyline" not in page and "loss 2 at step 0<" in page
+    assert "<polyline" not in page and "loss 2 at step 0; 1.0 GFLOP/s" in page
 
 
 def test_a_run_without_them_is_shown(folder: Path) -> None:

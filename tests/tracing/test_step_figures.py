@@ -15,7 +15,7 @@ from pipegraph.package.sizes import Size
 from pipegraph.runtime.batch import StepSizes
 from pipegraph.runtime.pipeline import Pipeline
 from pipegraph.schedule import build
-from pipegraph.tracing.recording.step_figures import StepRecorder, batch_sizes, parts_of
+from pipegraph.tracing.recording.step_figures import StepRecorder, batch_sizes, model_flops, parts_of
 from tests.runtime.packages import write
 from tests.runtime.sketches import chain
 
@@ -152,3 +152,17 @@ def test_samples_and_tokens_are_those_of_the_batch_at_hand(tmp_path: Path) -> No
     sizes = {"batch": Size(captured=2), "tokens_1": Size(captured=8)}
     varying = replace(manifest, values={**manifest.values, name: value}, sizes=sizes)
     assert batch_sizes(varying, StepSizes.even({"batch": 10, "tokens_1": 7}, 4)) == (10, 70)
+
+
+def test_the_operations_of_the_model_grow_with_its_batch(tmp_path: Path) -> None:
+    pipe, batch = recorded(tmp_path)
+    manifest = pipe.package.manifest
+    stages = [replace(stage, cost=replace(stage.cost, flops=1000 * (stage.index + 1))) for stage in manifest.stages]
+    priced = replace(manifest, stages=tuple(stages))
+    pipe.step(batch)
+    assert pipe.last_sizes is not None
+    assert model_flops(priced, pipe.last_sizes) == 3 * (1000 + 2000) * 2  # microbatches, as they were captured
+    more = StepSizes(pipe.last_sizes.microbatches[:1] * 5)
+    assert model_flops(priced, more) == 3 * (1000 + 2000) * 5
+    unknown = replace(manifest, stages=tuple(replace(stage, cost=replace(stage.cost, flops=None)) for stage in stages))
+    assert model_flops(unknown, pipe.last_sizes) is None

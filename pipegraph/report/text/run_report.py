@@ -19,7 +19,15 @@ from pipegraph.tracing.analysis.run_analysis import RunAnalysis
 from pipegraph.tracing.merged_trace import MergedTrace, describe_rank, problems_of
 from pipegraph.tracing.recorded_run import RecordedRun
 from pipegraph.tracing.run_figures import TOGETHER, RunFigures
-from pipegraph.units import UNKNOWN, TimeFormat, format_bytes, format_number_of, format_percent, format_seconds
+from pipegraph.units import (
+    UNKNOWN,
+    TimeFormat,
+    format_bytes,
+    format_count,
+    format_number_of,
+    format_percent,
+    format_seconds,
+)
 
 # ---- predicted and measured ------------------------------------------------------------------------------------------
 
@@ -258,7 +266,7 @@ def _step_line(analysis: RunAnalysis) -> str:
 
 
 def loss_lines(figures: RunFigures) -> Iterator[str]:
-    """Yield a line on the losses of a run and its tokens; none without losses."""
+    """Yield a line on the losses of a run, its tokens and its floating-point operations; none without losses."""
     losses = [loss for loss in figures.losses if loss.loss is not None]
     if not losses:
         return
@@ -267,6 +275,11 @@ def loss_lines(figures: RunFigures) -> Iterator[str]:
     line += f", {last.loss:.6g} at step {last.step}" if last is not first else ""
     if figures.tokens_per_second:
         line += f"; {figures.tokens_per_second:,.0f} tokens/s with data, optimizer and checkpoints"
+    if figures.flops_per_second:
+        line += f"; {format_count(figures.flops_per_second, 'FLOP/s')} of the model in a step"
+    if figures.flops_per_second and figures.peak_flops:
+        share = format_percent(figures.flops_per_second / figures.peak_flops)
+        line += f", {share} of the peak of the devices (MFU)"
     yield line
 
 

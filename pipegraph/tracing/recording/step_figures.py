@@ -15,6 +15,7 @@ import torch
 
 from pipegraph.device import Device
 from pipegraph.package import CALLER, Manifest, leaves
+from pipegraph.package.manifest import Value
 from pipegraph.runtime.batch import StepSizes
 from pipegraph.runtime.measurements import ActionTimes, StepTimes
 from pipegraph.runtime.pipeline import Pipeline
@@ -187,17 +188,36 @@ def parts_of(schedule: Schedule) -> tuple[str, ...]:
     return (*dict.fromkeys(parts), *([COLLECTIVES] if schedule.collectives else []))
 
 
+def model_flops(manifest: Manifest, sizes: StepSizes) -> float | None:
+    """Return the floating-point operations of a step of these sizes: three times those of its forwards, as a backward
+    takes twice as many (Chowdhery et al., PaLM, appendix B). Operations that a backward repeats do not count.
+
+    They grow as the elements of the model's first input do, from those at capture: attention's grow faster with the
+    length. None if the package does not have them.
+    """
+    flops = [stage.cost.flops for stage in manifest.stages]
+    first = _first_input(manifest)
+    if first is None or not all(flops):
+        return None
+    captured = math.prod(first.shape_at(manifest.captured_sizes))
+    elements = sum(math.prod(microbatch.shape(first)) for microbatch in sizes.microbatches)
+    return 3 * sum(count or 0 for count in flops) * elements / captured
+
+
+def _first_input(manifest: Manifest) -> Value | None:
+    """The first input of the model that is a tensor with elements."""
+    names = [name for name in leaves((manifest.args, manifest.kwargs)) if name is not None]
+    inputs = [manifest.values[name] for name in names]
+    return next((value for value in inputs if value.producer == CALLER and not value.is_constant and value.shape), None)
+
+
 def batch_sizes(manifest: Manifest, sizes: StepSizes) -> tuple[int | None, int | None]:
     """Return the samples and the tokens of a step of these sizes; None for what the model's inputs do not have.
 
     Samples are the rows of the model's first input that is a tensor; tokens are its elements, if it holds integers of
     shape [batch, sequence].
     """
-    names = [name for name in leaves((manifest.args, manifest.kwargs)) if name is not None]
-    inputs = [manifest.values[name] for name in names]
-    first = next(
-        (value for value in inputs if value.producer == CALLER and not value.is_constant and value.shape), None
-    )
+    first = _first_input(manifest)
     if first is None:
         return None, None
     is_tokens = first.dtype.lstrip("u").startswith("int") and len(first.shape) == 2
