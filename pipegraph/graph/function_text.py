@@ -50,6 +50,7 @@ class FunctionText:
         text: ``lambda gradient: gradient * _tensor_0``.
         tensors: the tensors that it reads: name in the text → the tensor and its name in the source.
         numbers: the numbers that have a name in the text: that name → the number and its name in the source.
+        functions: the functions of the model that the text calls by their names.
         libraries: the names of libraries in the text: ``torch``, ``F``, ``nn`` or ``math``.
         file: of its source.
     """
@@ -58,18 +59,25 @@ class FunctionText:
     text: str
     tensors: Mapping[str, tuple[Tensor, str]]
     numbers: Mapping[str, tuple[float, str]]
+    functions: Mapping[str, types.FunctionType]
     libraries: frozenset[str]
     file: str
 
 
-def function_text(function: Callable[..., Any], names_numbers: bool = False) -> FunctionText:
+def function_text(
+    function: Callable[..., Any],
+    is_of_class: bool = False,
+    functions: dict[str, types.FunctionType] | None = None,
+) -> FunctionText:
     """Return the text of a function, with the values of the names that it reads from around it.
 
     Numbers are written as they are, tensors get a name, and arguments that `functools.partial`, a bound method or a
     default give are values as well.
 
     Args:
-        names_numbers: whether a number gets a name too, unless it is a constant of the module.
+        is_of_class: whether the text is for a class of a package: numbers get a name too, unless they are constants of
+            the module, and functions of the model are called by their names.
+        functions: those that are known, to which others are added.
 
     Raises:
         NotPortableError: it reads or changes anything else, or its source cannot be found.
@@ -91,7 +99,9 @@ def function_text(function: Callable[..., Any], names_numbers: bool = False) -> 
         raise NotPortableError(f"it changes its argument {min(changed)}")
     if "self" in local:
         raise NotPortableError("it has a variable self, which is the stage in the stage's source")
-    reader = _Reader(around, local, frozenset(closure.globals) if names_numbers else None)
+    reader = _Reader(
+        around, local, frozenset(closure.globals) if is_of_class else None, {} if functions is None else functions
+    )
     if isinstance(node, ast.Lambda):
         _drop_parameters(node.args, values)
         node.body = reader.visit(node.body)
@@ -108,7 +118,13 @@ def function_text(function: Callable[..., Any], names_numbers: bool = False) -> 
     if '"' not in text:
         text = text.replace("'", '"')
     return FunctionText(
-        name, text, reader.tensors, reader.numbers, frozenset(reader.libraries), function.__code__.co_filename
+        name,
+        text,
+        reader.tensors,
+        reader.numbers,
+        reader.functions,
+        frozenset(reader.libraries),
+        function.__code__.co_filename,
     )
 
 
@@ -181,11 +197,18 @@ class _Reader(ast.NodeTransformer):
     Args:
         around: name → value.
         local: the names that are its own.
-        constants: the names whose numbers are written as they are; None for all.
+        constants: the names whose numbers are written as they are, in the text of a class; None for all.
+        functions: the functions of the model that are called by their names; others are added.
     """
 
-    def __init__(self, around: Mapping[str, Any], local: set[str], constants: frozenset[str] | None) -> None:
-        self._around, self._local, self._constants = around, local, constants
+    def __init__(
+        self,
+        around: Mapping[str, Any],
+        local: set[str],
+        constants: frozenset[str] | None,
+        functions: dict[str, types.FunctionType],
+    ) -> None:
+        self._around, self._local, self._constants, self.functions = around, local, constants, functions
         self.tensors: dict[str, tuple[Tensor, str]] = {}
         self.numbers: dict[str, tuple[float, str]] = {}
         self.libraries: set[str] = set()
@@ -256,9 +279,25 @@ class _Reader(ast.NodeTransformer):
             if callable(value) and getattr(module, name, None) is value:
                 self.libraries.add(library)
                 return ast.Attribute(ast.Name(library, ast.Load()), name, ast.Load())
-        if self._constants is not None and name not in self._constants and type(value) in (bool, int, float):
-            return _named(self.numbers, "number", value, name)
+        if self._constants is not None:
+            if name not in self._constants and type(value) in (bool, int, float):
+                return _named(self.numbers, "number", value, name)
+            if isinstance(value, types.FunctionType) and value.__name__ == name and not value.__code__.co_freevars:
+                self._add_function(value)
+                return ast.Name(name, ast.Load())
         return _number(value)
+
+    def _add_function(self, function: types.FunctionType) -> None:
+        """Add a function, and those that it calls, if they need nothing but torch."""
+        name = function.__name__
+        namesake = self.functions.get(name)
+        if namesake is function:
+            return
+        if namesake is not None:
+            raise NotPortableError(f"it calls two functions of the name {name}")
+        self.functions[name] = function
+        if function_text(function, True, self.functions).tensors:
+            raise NotPortableError(f"it calls {name}, which reads a tensor")
 
     def _tensor(self, value: Tensor, name: str) -> ast.expr:
         return _named(self.tensors, "tensor", value, name)

@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, Final
 
 import torch
@@ -43,7 +44,7 @@ MENTIONS_HOOKS: Final = re.compile(r"\bregister_hook\b")
 NAMESPACE: Final = "pipegraph_hooks"
 """The namespace of the operators that mark hooks. They compute nothing."""
 HOOK_ADVICE: Final = (
-    "a hook that reads the gradient, tensors and plain numbers alone, and returns the new gradient; or the same "
+    "a hook of torch, tensors and plain numbers alone, which returns the new gradient; or the same "
     "arithmetic in forward: h = h * 0.5 + (h * 0.5).detach() halves a gradient."
 )
 _RESERVED: Final = ("ctx", "x", "gradient")
@@ -62,12 +63,14 @@ class _Hook:
         name: of the function; empty for a lambda.
         text: of the function, with numbers in the place of what it reads.
         arguments: the names of the tensors and numbers in it, each with its type in the schema of an operator.
+        functions: the functions of the model in it.
         file: that it is from.
     """
 
     name: str
     text: str
     arguments: tuple[tuple[str, str], ...]
+    functions: tuple[FunctionType, ...]
     file: str
 
     @property
@@ -86,7 +89,7 @@ _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _markers: dict[_Hook, OpOverload] = {}
 _hooks: dict[object, _Hook] = {}
 _functions: dict[tuple[_Hook, str], type] = {}
-_files: dict[object, str] = {}
+_hook_of: dict[object, _Hook] = {}
 
 
 class _Handle:
@@ -134,14 +137,16 @@ def _described(hook: Callable[[Tensor], Any]) -> tuple[_Hook, list[Tensor | floa
         HookError: it needs something that a stage does not have.
     """
     try:
-        text = function_text(hook, names_numbers=True)
+        text = function_text(hook, is_of_class=True)
     except NotPortableError as error:
         raise HookError(f"{_kind(getattr(hook, '__name__', ''))} cannot be written into a stage: {error}") from None
     names = _argument_names(text)
     values: dict[str, tuple[Tensor | float, str]] = {**text.tensors, **text.numbers}
     written = re.sub(r"\b_(?:tensor|number)_\d+\b", lambda match: names[match[0]], text.text)
     arguments = tuple((names[key], _TYPES.get(type(value), "Tensor")) for key, (value, _) in values.items())
-    return _Hook(text.name, written, arguments, text.file), [value for value, _ in values.values()]
+    return _Hook(text.name, written, arguments, (*text.functions.values(),), text.file), [
+        value for value, _ in values.values()
+    ]
 
 
 _TYPES: Final[Mapping[type, str]] = {bool: "bool", int: "SymInt", float: "float"}
@@ -207,7 +212,15 @@ def _no_result(*_: Any) -> None:
 
 def file_of_hook(function: object) -> str | None:
     """The file of the hook that is the backward of a Function; None for a Function of the model."""
-    return _files.get(function)
+    hook = _hook_of.get(function)
+    return None if hook is None else hook.file
+
+
+def names_read_by_hook(target: object) -> tuple[str, ...]:
+    """The names of the tensors and numbers that a hook reads, whose Function an operator applies; none for others."""
+    applied = applied_function(target)
+    hook = None if applied is None else _hook_of.get(applied.function)
+    return () if hook is None else tuple(name for name, _ in hook.arguments)
 
 
 def _function(hook: _Hook, name: str) -> Any:
@@ -217,9 +230,10 @@ def _function(hook: _Hook, name: str) -> Any:
         file = f"<hook {len(_functions)}: {name}>"
         linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
         namespace: dict[str, Any] = {"__name__": __name__, "torch": torch, "math": math, "nn": nn, "F": F}
+        namespace |= {function.__name__: function for function in hook.functions}
         exec(compile(text, file, "exec"), namespace)
         _functions[hook, name] = namespace[name]
-        _files[namespace[name]] = hook.file
+        _hook_of[namespace[name]] = hook
     return _functions[hook, name]
 
 
@@ -367,7 +381,7 @@ def _place(graph: fx.Graph, mark: _Mark, applied: AppliedFunction) -> None:
 
 def _is_hook(node: fx.Node) -> bool:
     function = applied_function(node.target)
-    return function is not None and function.function in _files
+    return function is not None and function.function in _hook_of
 
 
 def _place_after(graph: fx.Graph, tensor: fx.Node) -> tuple[fx.Node, tuple[Any, ...], tuple[Any, ...]]:

@@ -62,6 +62,13 @@ def test_a_hook_that_is_several_statements(tmp_path: Path) -> None:
     ) in text
 
 
+def test_a_hook_that_calls_a_function_of_the_model(tmp_path: Path) -> None:
+    text = text_of(models.Residual(models.Calls), torch.randn(4, 5, 8), tmp_path, ("blocks.1",))
+    assert text.count("def clip_rows(gradient: Tensor, limit: float) -> Tensor:\n") == 1
+    assert "        return clip_rows(grad, limit=ctx.factor * 0.001), None\n" in text
+    assert "        h = GradientHook.apply(h, self.factor)\n" in text
+
+
 def test_a_hook_of_what_another_module_computes_stands_after_that(tmp_path: Path) -> None:
     text = text_of(models.Residual(models.HooksItsInput), torch.randn(4, 5, 8), tmp_path, ("blocks.1",))
     assert '        x = QuarterHook.apply(x + self.blocks["1"](x))\n' in text

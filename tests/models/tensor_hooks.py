@@ -99,7 +99,16 @@ class ClipsNorm(Scaled):
         return x + self.down(h)
 
 
-RIGHT = (Scaled, Trained, HooksItsInput, ReadBefore, TwoHooks, Masks)
+class Calls(Scaled):
+    """Its hook calls a function of the model, with a number of the module."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        h.register_hook(lambda grad: clip_rows(grad, limit=self.factor * 1e-3))
+        return x + self.down(h)
+
+
+RIGHT = (Scaled, Trained, HooksItsInput, ReadBefore, TwoHooks, Masks, Calls)
 
 
 class Residual(nn.Module):
@@ -131,6 +140,16 @@ class Hooked(nn.Module):
 
 def logs(model: Hooked, h: Tensor) -> Tensor:
     h.register_hook(log)
+    return h
+
+
+def logged(gradient: Tensor) -> Tensor:
+    LOG.append(gradient)
+    return gradient * 2
+
+
+def logs_in_a_function(model: Hooked, h: Tensor) -> Tensor:
+    h.register_hook(lambda grad: logged(grad))
     return h
 
 
@@ -166,7 +185,7 @@ def changes_shape(model: Hooked, h: Tensor) -> Tensor:
     return h
 
 
-REFUSED = (logs, returns_nothing, hooks_parameter, removes, writes, writes_gradient, changes_shape)
+REFUSED = (logs, logs_in_a_function, returns_nothing, hooks_parameter, removes, writes, writes_gradient, changes_shape)
 
 
 def build_model() -> nn.Module:

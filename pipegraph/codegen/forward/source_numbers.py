@@ -31,6 +31,7 @@ from pipegraph.codegen.syntax.expressions import (
 from pipegraph.graph.captured import Captured
 from pipegraph.graph.model_structure import MODULE_ATTRIBUTES
 from pipegraph.graph.nodes import dimensions_of, path_of, shape_of
+from pipegraph.graph.tensor_hooks import names_read_by_hook
 from pipegraph.torch_private.pytrees import pytree
 
 # ---- computed numbers ------------------------------------------------------------------------------------------------
@@ -216,6 +217,9 @@ class ModuleNumbers:
         for statement in statements[-2::-1]:  # a fraction that a function of a library was passed
             outer = _in_statement(statement.tree, expression, operands, self._attributes)
             numbers |= {text: number for text, number in outer.items() if "." in text and text not in numbers}
+        for name in names_read_by_hook(node.target):  # as the hook names them: self.factor of self.factor * 0.1
+            if name in self._attributes:
+                numbers[literal(self._attributes[name]).text] = Attribute(SELF, name)
         return _replaced(expression, operands, numbers, self._use)
 
     def in_source(self, tree: ast.expr, number: int) -> Expression | None:
