@@ -190,7 +190,7 @@ def parts_of(schedule: Schedule) -> tuple[str, ...]:
 
 def model_flops(manifest: Manifest, sizes: StepSizes) -> float | None:
     """Return the floating-point operations of a step of these sizes: three times those of its forwards, as a backward
-    takes twice the time of one (Chowdhery et al., PaLM, appendix B). Operations that a backward repeats do not count.
+    takes two forwards (Chowdhery et al., PaLM, appendix B). Operations that a backward repeats do not count.
 
     They grow as the elements of the model's first input do, from those at capture: attention's grow faster with the
     length. None if the package does not have them.
