@@ -51,12 +51,12 @@ _RESERVED: Final = ("ctx", "x", "gradient")
 """The variables of a Function."""
 
 
-class HookError(UnwritableFunctionError):
+class TensorHookError(UnwritableFunctionError):
     """A stage cannot have a hook that a forward adds to a tensor."""
 
 
 @dataclass(frozen=True)
-class _Hook:
+class _TensorHook:
     """A hook of a tensor.
 
     Attributes:
@@ -86,17 +86,17 @@ class _Hook:
 
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
-_markers: dict[_Hook, OpOverload] = {}
-_hooks: dict[object, _Hook] = {}
-_functions: dict[tuple[_Hook, str], type] = {}
-_hook_of: dict[object, _Hook] = {}
+_markers: dict[_TensorHook, OpOverload] = {}
+_hooks: dict[object, _TensorHook] = {}
+_functions: dict[tuple[_TensorHook, str], type] = {}
+_hook_of: dict[object, _TensorHook] = {}
 
 
 class _Handle:
     """The handle of a hook while a model is exported."""
 
     def remove(self) -> None:
-        raise HookError("its forward removes a hook from a tensor")
+        raise TensorHookError("its forward removes a hook from a tensor")
 
 
 # ---- the model runs --------------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ def hooks_marked() -> Iterator[None]:
     """Let ``Tensor.register_hook`` call an operator that marks the place in a graph.
 
     Raises:
-        HookError: a stage cannot have the hook.
+        TensorHookError: a stage cannot have the hook.
     """
 
     def mark(original: Callable[..., Any], tensor: Tensor, hook: Callable[[Tensor], Any]) -> Any:
@@ -130,21 +130,23 @@ def hooks_left_out() -> Iterator[None]:
         yield
 
 
-def _described(hook: Callable[[Tensor], Any]) -> tuple[_Hook, list[Tensor | float]]:
+def _described(hook: Callable[[Tensor], Any]) -> tuple[_TensorHook, list[Tensor | float]]:
     """A hook, and the tensors and numbers that it reads.
 
     Raises:
-        HookError: it needs something that a stage does not have.
+        TensorHookError: it needs something that a stage does not have.
     """
     try:
         text = function_text(hook, is_of_class=True)
     except NotPortableError as error:
-        raise HookError(f"{_kind(getattr(hook, '__name__', ''))} cannot be written into a stage: {error}") from None
+        raise TensorHookError(
+            f"{_kind(getattr(hook, '__name__', ''))} cannot be written into a stage: {error}"
+        ) from None
     names = _argument_names(text)
     values: dict[str, tuple[Tensor | float, str]] = {**text.tensors, **text.numbers}
     written = re.sub(r"\b_(?:tensor|number)_\d+\b", lambda match: names[match[0]], text.text)
     arguments = tuple((names[key], _TYPES.get(type(value), "Tensor")) for key, (value, _) in values.items())
-    return _Hook(text.name, written, arguments, (*text.functions.values(),), text.file), [
+    return _TensorHook(text.name, written, arguments, (*text.functions.values(),), text.file), [
         value for value, _ in values.values()
     ]
 
@@ -166,8 +168,8 @@ def _kind(name: str) -> str:
     return "a hook of a tensor" if name in ("", "<lambda>") else f"the hook {one_line(name)} of a tensor"
 
 
-def _try(hook: _Hook, values: Sequence[Tensor | float]) -> None:
-    """Run a hook on random gradients. Raises HookError."""
+def _try(hook: _TensorHook, values: Sequence[Tensor | float]) -> None:
+    """Run a hook on random gradients. Raises TensorHookError."""
     function: Any = _function(hook, hook.class_name)
 
     def run(samples: Samples) -> str:
@@ -184,12 +186,12 @@ def _try(hook: _Hook, values: Sequence[Tensor | float]) -> None:
     try:
         problem = run_on_samples(function, values, shapes, run)
     except UnwritableFunctionError as error:
-        raise HookError(str(error)) from None
+        raise TensorHookError(str(error)) from None
     if problem:
-        raise HookError(f"{_kind(hook.name)} {problem}")
+        raise TensorHookError(f"{_kind(hook.name)} {problem}")
 
 
-def _marker(hook: _Hook) -> OpOverload:
+def _marker(hook: _TensorHook) -> OpOverload:
     """The operator that marks a hook. It writes into the tensor, or else ``torch.export`` would leave it out."""
     if hook not in _markers:
         name = f"hook_{len(_markers)}"
@@ -223,7 +225,7 @@ def names_read_by_hook(target: object) -> tuple[str, ...]:
     return () if hook is None else tuple(name for name, _ in hook.arguments)
 
 
-def _function(hook: _Hook, name: str) -> Any:
+def _function(hook: _TensorHook, name: str) -> Any:
     """The Function of a hook."""
     if (hook, name) not in _functions:
         text = _function_text(hook, name)
@@ -237,7 +239,7 @@ def _function(hook: _Hook, name: str) -> Any:
     return _functions[hook, name]
 
 
-def _function_text(hook: _Hook, name: str) -> str:
+def _function_text(hook: _TensorHook, name: str) -> str:
     """The source of the Function of a hook."""
     definition = ast.parse(hook.text).body[0]
     parameter, statements = _body(hook, definition)
@@ -261,7 +263,7 @@ def _function_text(hook: _Hook, name: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _body(hook: _Hook, definition: ast.stmt) -> tuple[str, list[str]]:
+def _body(hook: _TensorHook, definition: ast.stmt) -> tuple[str, list[str]]:
     """The parameter of the backward, and its statements; the last is the expression that it returns."""
     function = definition.value if isinstance(definition, ast.Expr) else definition
     assert isinstance(function, (ast.Lambda, ast.FunctionDef))
@@ -281,7 +283,7 @@ def _body(hook: _Hook, definition: ast.stmt) -> tuple[str, list[str]]:
     return "gradient", [*read, *blank, *hook.text.splitlines(), "", f"{hook.name}(gradient)"]
 
 
-def _numbers(hook: _Hook) -> list[str]:
+def _numbers(hook: _TensorHook) -> list[str]:
     return [argument for argument, kind in hook.arguments if kind != "Tensor"]
 
 
@@ -292,7 +294,7 @@ def _numbers(hook: _Hook) -> list[str]:
 class _Mark:
     """Where a model added a hook to a tensor, and the values and numbers that the hook reads."""
 
-    hook: _Hook
+    hook: _TensorHook
     tensor: fx.Node
     values: tuple[Any, ...]
     marker: fx.Node
@@ -312,7 +314,7 @@ def place_hooks(graph: fx.Graph) -> None:
     marks = list(_marks(graph))
     for mark in marks:
         graph.erase_node(mark.marker)
-    names: dict[str, _Hook] = {}
+    names: dict[str, _TensorHook] = {}
     for mark in marks:
         _check(mark)
         name, number = mark.hook.class_name, 1

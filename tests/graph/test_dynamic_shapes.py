@@ -211,7 +211,7 @@ def test_a_size_is_fixed_whose_expression_it_could_not_hold(monkeypatch: pytest.
 
 
 def test_an_expression_is_too_long_by_the_number_of_its_parts() -> None:
-    symbols = sympy.symbols("a:300", integer=True, positive=True)
+    symbols = sympy.symbols("a:200", integer=True, positive=True)
     assert not is_long(sympy.Add(*symbols))
     assert is_long(sympy.Add(*(symbol * 2 for symbol in symbols)))
 

@@ -33,7 +33,7 @@ from pipegraph.graph.export.shape_expression_limit import FixedSizeNeededError, 
 from pipegraph.graph.function_trials import UnwritableFunctionError
 from pipegraph.graph.model_structure import modes_of
 from pipegraph.graph.symbolic_size import InputDimension
-from pipegraph.graph.tensor_hooks import HOOK_ADVICE, HookError, hooks_marked
+from pipegraph.graph.tensor_hooks import HOOK_ADVICE, TensorHookError, hooks_marked
 from pipegraph.torch_private.export import autograd_functions_wrapped, fixed_sizes_seen, grad_modes_marked
 from pipegraph.torch_private.modules import recurrent_layers_without_steps
 from pipegraph.torch_private.pytrees import pytree
@@ -411,7 +411,7 @@ def _lost_backward(model: nn.Module, error: UnwritableFunctionError) -> CaptureE
     at = f"\n  at {where}" if where else ""
     return CaptureError(
         f"{type(model).__name__} cannot be captured: {error}, so that its backward would be lost.{at}",
-        HOOK_ADVICE if isinstance(error, HookError) else _FUNCTION_ADVICE,
+        HOOK_ADVICE if isinstance(error, TensorHookError) else _FUNCTION_ADVICE,
     )
 
 
