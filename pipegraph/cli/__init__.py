@@ -127,6 +127,17 @@ def _show_warning(message: Warning | str, *where: object, **options: object) -> 
     print_warning(wrapped(f"warning: {printable(str(message))}", sys.stderr))
 
 
+def _verbs_with(option: str, context: Any) -> list[str]:
+    """The verbs that have an option which another verb does not have: ``pipegraph split --stages``."""
+    group = context.parent.command if context is not None and context.parent is not None else None
+    verbs = getattr(group, "commands", {}).items() if option else ()
+    return [
+        f"{context.parent.command_path} {name} {option}"
+        for name, verb in verbs
+        if any(option in parameter.opts for parameter in verb.params)
+    ]
+
+
 def _message(error: Exception | SystemExit) -> str:
     if isinstance(error, SystemExit):
         where = user_line(error)
@@ -139,5 +150,6 @@ def _message(error: Exception | SystemExit) -> str:
     if isinstance(error, _UsageError):
         message = error.format_message()
         verb = error.ctx.command_path if error.ctx is not None else "pipegraph"
-        return message if "\nTry: " in message else f"{message}\nTry: {verb} --help"
+        others = _verbs_with(getattr(error, "option_name", ""), error.ctx)
+        return message if "\nTry: " in message else f"{message}\nTry: {' or '.join((f'{verb} --help', *others))}"
     return f"{type(error).__name__}: {error}\nThis was not expected.\nTry: --debug, which shows where it happened."
