@@ -103,7 +103,11 @@ def test_the_end_of_a_command_looks_for_no_cycles() -> None:
         (("splat",), "No such command 'splat'.", "pipegraph --help"),
         (("run",), "Missing argument 'OUT'.", "pipegraph run --help"),
         (("run", "out", "--stepz", 1), "No such option: --stepz", "pipegraph run --help"),
-        (("plan", "model.py", "--stages", 2), "No such option: --stages", "pipegraph split --stages"),
+        (
+            ("plan", "model.py", "--stages", 2),
+            "No such option: --stages",
+            "pipegraph plan --help or pipegraph split --stages",
+        ),
         (("run", "out", "--steps", 0), "Invalid value for '--steps': ", "pipegraph run --help"),
         (("run", "out", "--profile", "runs", "--steps", 1), "1 step is too few", "--steps 4"),
         (("trace", "report"), "Missing argument 'DIR'.", "pipegraph trace report --help"),
