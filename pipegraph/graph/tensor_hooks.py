@@ -372,7 +372,8 @@ def _place(graph: fx.Graph, mark: _Mark, applied: AppliedFunction) -> None:
         following, functions = mark.following, marker.meta["functions"]
     with graph.inserting_before(following):
         node = graph.call_function(operator_of_function(applied), (tensor, *mark.values))
-    node.meta = {**marker.meta, "path": scope, "functions": functions, "val": tensor.meta["val"]}
+    regions = tuple(region for region in marker.meta["regions"] if region[0] != "grad")  # the gradient is the tensor's
+    node.meta = {**marker.meta, "path": scope, "functions": functions, "regions": regions, "val": tensor.meta["val"]}
     if SIZES in tensor.meta:
         node.meta[SIZES] = tensor.meta[SIZES]
     for user in readers:
