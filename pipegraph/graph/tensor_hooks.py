@@ -28,6 +28,7 @@ from pipegraph.graph.calls import VariablePlace
 from pipegraph.graph.custom_functions import AppliedFunction, applied_function, operator_of_function
 from pipegraph.graph.function_text import FunctionText, NotPortableError, function_text
 from pipegraph.graph.function_trials import (
+    DrawsFixed,
     Samples,
     UnwritableFunctionError,
     arriving_gradient,
@@ -177,7 +178,10 @@ def _try(hook: _TensorHook, values: Sequence[Tensor | float]) -> None:
         output: Tensor = function.apply(*arguments)
         arriving = arriving_gradient(output)
         copy = arriving.clone()
-        gradient = gradients(output, arguments[:1], [arriving])[0]
+        with DrawsFixed() as draws:
+            gradient = gradients(output, arguments[:1], [arriving])[0]
+        if draws.any:
+            return "draws random numbers"
         if not torch.equal(arriving, copy):
             return "writes into the gradient"
         return "returns no gradient" if gradient is None else ""

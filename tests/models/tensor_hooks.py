@@ -164,6 +164,11 @@ def logs_in_a_function(model: Hooked, h: Tensor) -> Tensor:
     return h
 
 
+def draws(model: Hooked, h: Tensor) -> Tensor:
+    h.register_hook(lambda grad: grad + torch.randn_like(grad))
+    return h
+
+
 def returns_nothing(model: Hooked, h: Tensor) -> Tensor:
     h.register_hook(lambda grad: None)
     return h
@@ -196,7 +201,17 @@ def changes_shape(model: Hooked, h: Tensor) -> Tensor:
     return h
 
 
-REFUSED = (logs, logs_in_a_function, returns_nothing, hooks_parameter, removes, writes, writes_gradient, changes_shape)
+REFUSED = (
+    draws,
+    logs,
+    logs_in_a_function,
+    returns_nothing,
+    hooks_parameter,
+    removes,
+    writes,
+    writes_gradient,
+    changes_shape,
+)
 
 
 def build_model() -> nn.Module:
