@@ -10,27 +10,25 @@ records, field by field, so that a reader gets values of the types that DCP's cl
 
 from __future__ import annotations
 
-import importlib
 import io
 import pickle
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from pipegraph.errors import CheckpointError, one_line
 from pipegraph.package.json_file import clipped
 from pipegraph.package.manifest import path_problem
 from pipegraph.torch_private.tensors import storage_info
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import (
-        ChunkStorageMetadata,
-        Metadata,
-        MetadataIndex,
-        TensorStorageMetadata,
-    )
 
 FILE: Final = ".metadata"
 
@@ -132,17 +130,11 @@ def read_metadata(folder: Path, files: Collection[str] | None) -> Metadata:
     return metadata
 
 
-def _dcp() -> Any:
-    """The module with the classes. It is imported when a checkpoint is read: that takes a tenth of all imports of a
-    split, which often reads none."""
-    return importlib.import_module(_METADATA)
-
-
 def _metadata(value: object, tensors_only: bool) -> Metadata:
     fields = _fields(value, _METADATA, "Metadata")
     tensors = _typed(fields.get("state_dict_metadata"), dict)
     places = _typed(fields.get("storage_data"), dict)
-    metadata: Metadata = _dcp().Metadata(
+    return Metadata(
         {
             _typed(name, str): _tensor(name, entry)
             for name, entry in tensors.items()
@@ -150,7 +142,6 @@ def _metadata(value: object, tensors_only: bool) -> Metadata:
         },
         storage_data={_index(index): _storage_info(info) for index, info in places.items()},
     )
-    return metadata
 
 
 def _tensor(name: str, value: object) -> TensorStorageMetadata:
@@ -159,29 +150,26 @@ def _tensor(name: str, value: object) -> TensorStorageMetadata:
     fields = _fields(value, _METADATA, "TensorStorageMetadata")
     properties = _record(fields.get("properties"), _METADATA, "TensorProperties")
     dtype, *_ = _typed(properties.state, tuple)  # the rest is deprecated
-    tensor: TensorStorageMetadata = _dcp().TensorStorageMetadata(
-        _dcp().TensorProperties(dtype=_typed(dtype, torch.dtype)),
+    return TensorStorageMetadata(
+        TensorProperties(dtype=_typed(dtype, torch.dtype)),
         _size(fields.get("size")),
         [_chunk(chunk) for chunk in _typed(fields.get("chunks"), list)],
     )
-    return tensor
 
 
 def _chunk(value: object) -> ChunkStorageMetadata:
     fields = _fields(value, _METADATA, "ChunkStorageMetadata")
-    chunk: ChunkStorageMetadata = _dcp().ChunkStorageMetadata(_size(fields.get("offsets")), _size(fields.get("sizes")))
-    return chunk
+    return ChunkStorageMetadata(_size(fields.get("offsets")), _size(fields.get("sizes")))
 
 
 def _index(value: object) -> MetadataIndex:
     fields = _fields(value, _METADATA, "MetadataIndex")
     offset, index = fields.get("offset"), fields.get("index")
-    place: MetadataIndex = _dcp().MetadataIndex(
+    return MetadataIndex(
         _typed(fields.get("fqn"), str),
         None if offset is None else _size(offset),
         None if index is None else _natural(index),
     )
-    return place
 
 
 def _storage_info(value: object) -> Any:
