@@ -150,6 +150,6 @@ def _message(error: Exception | SystemExit) -> str:
     if isinstance(error, _UsageError):
         message = error.format_message()
         verb = error.ctx.command_path if error.ctx is not None else "pipegraph"
-        others = _verbs_with(getattr(error, "option_name", ""), error.ctx)
-        return message if "\nTry: " in message else f"{message}\nTry: {' or '.join((f'{verb} --help', *others))}"
+        attempts = [f"{verb} --help", *_verbs_with(getattr(error, "option_name", ""), error.ctx)]
+        return message if "\nTry: " in message else f"{message}\nTry: {' or '.join(attempts)}"
     return f"{type(error).__name__}: {error}\nThis was not expected.\nTry: --debug, which shows where it happened."

@@ -6,7 +6,7 @@ examples/. The language of a block says what happens to it.
 - `console`: lines that begin with `$ ` are commands, the lines below them their output. A line `…` stands for any
   lines. If the output begins with `error:`, the command has to fail, and prints it to stderr. `pipegraph` and
   `python` run in this process; anything else is a separate process. For `make` the target only has to exist. A block of
-  several commands that shows no output at all leaves it out.
+  several `pipegraph` commands that shows no output at all leaves it out.
 - `python`: runs; the blocks of a page share their names.
 - `python` with a first line such as `# model.py`: the content of that file. If the file exists, it has to hold these
   lines (each part between lines of `…`); if not, it is written.
@@ -72,8 +72,10 @@ class Block:
 
     @property
     def leaves_output_out(self) -> bool:
-        """Whether it is several commands, and shows the output of none."""
-        return len(self.commands) > 1 and not any(output for _, output in self.commands)
+        """Whether it is several commands of pipegraph, and shows the output of none."""
+        commands = self.commands
+        of_pipegraph = all(command.startswith("pipegraph ") for command, _ in commands)
+        return len(commands) > 1 and of_pipegraph and not any(output for _, output in commands)
 
     @property
     def commands(self) -> list[tuple[str, str]]:

@@ -20,7 +20,7 @@ from pipegraph.torch_private.pytrees import pytree
 _LONGEST: Final = 250
 """Numbers, sizes and operations in an expression. The models of docs/models.md have 194 at most, but for two: a Swin,
 which pads images and cuts them into windows, has over a thousand after four layers, and takes minutes; a FocalNet has
-over 400 in its last layer, and takes the time of three exports."""
+over 400 at the end of its export, which is made three times if only these are too long."""
 
 _DIMENSION: Final = re.compile(r"\.size\(\)\[(\d+)\]$")
 
