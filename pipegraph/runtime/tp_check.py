@@ -10,8 +10,9 @@ divided stage ─ run ─▶ values of each module ─┴─▶ the first module
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -87,8 +88,24 @@ class _Sample:
     tolerance: float
 
 
+@dataclass(frozen=True)
+class _FunctionCall:
+    """A call of a ``torch.autograd.Function`` of a package."""
+
+    function: Any
+    args: tuple[Any, ...]
+
+    @property
+    def lengths(self) -> list[int | None]:
+        """The last dimension of each argument that is a tensor of floats."""
+        return [value.shape[-1] if _is_float(value) and value.dim() else None for value in self.args]
+
+
 class DivisionCheck:
     """Runs stages before they are divided, and compares them later with what they are then.
+
+    Forwards are compared, whose derivatives are then equal as well. The backward of a Function need not be the
+    derivative of its forward: if ranks give it parts of a tensor, it is tried on parts.
 
     Args:
         stages: of this process, whole.
@@ -111,9 +128,10 @@ class DivisionCheck:
         self._parts = parts
         self._manifest, self._sizes, self._place, self._ranks = manifest, sizes, place, ranks
         self._samples: dict[int, dict[Key, _Sample]] = {}
+        self._calls: dict[int, list[_FunctionCall]] = {}
         for index, stage in stages.items():
             try:
-                self._samples[index] = self._run(index, stage, manifest)
+                self._samples[index], self._calls[index] = self._run(index, stage, manifest)
             except Exception as error:  # whatever the model raises on inputs that nobody chose
                 warnings.warn(
                     f"stage {index} does not run on random inputs ({type(error).__name__}: "
@@ -132,7 +150,7 @@ class DivisionCheck:
         for index, references in self._samples.items():  # all on every rank, also after a problem: they communicate
             with running_modules(stages[index]) as running:
                 try:
-                    samples = self._run(index, stages[index], manifest)
+                    samples, calls = self._run(index, stages[index], manifest)
                 except Exception as error:  # which the whole stage did not raise; other ranks must hear of it
                     problems.append(
                         f"stage {index} does not run with its parameters divided along tp{failed_in(running)}: "
@@ -150,18 +168,30 @@ class DivisionCheck:
                 key for key, sample in samples.items() if key in references and _differ(references[key], sample)
             )
             problems += [_sentence(index, *key[:2]) for key in islice(differing, 1)]
+            mixing = (
+                call.function.__name__
+                for whole, call in zip(self._calls[index], calls, strict=False)
+                if whole.lengths != call.lengths and _mixes_features(whole, call)
+            )
+            problems += [_sentence_of_function(index, name) for name in islice(mixing, 1)]
         return problems[0] if problems else None
 
-    def _run(self, index: int, stage: nn.Module, manifest: Manifest) -> dict[Key, _Sample]:
+    def _run(self, index: int, stage: nn.Module, manifest: Manifest) -> tuple[dict[Key, _Sample], list[_FunctionCall]]:
         device = next((parameter.device for parameter in stage.parameters()), torch.device("cpu"))
         generator = torch.Generator().manual_seed(index)
         names = manifest.stages[index].inputs
         inputs = [self._input(name, manifest.values[name], generator).to(device) for name in names]
         samples: dict[Key, _Sample] = {}
         report, parts = partial(self._take, samples), self._parts[index]
-        with _in_evaluation_mode(stage, device), torch.no_grad(), _reported(stage, report, parts):
+        calls: list[_FunctionCall] = []
+        with (
+            _in_evaluation_mode(stage, device),
+            torch.no_grad(),
+            _reported(stage, report, parts),
+            _functions_reported(stage, calls),
+        ):
             stage(*inputs)
-        return samples
+        return samples, calls
 
     def _input(self, name: str, local_value: Value, generator: torch.Generator) -> Tensor:
         """Random numbers for a value, the same on every rank: the whole, or this rank's part of it."""
@@ -226,6 +256,55 @@ def _sentence_of_whole(index: int, name: str, dim: int) -> str:
     )
 
 
+def _sentence_of_function(index: int, name: str) -> str:
+    return (
+        f"under tp_plan {name} of stage {index} is applied to a part of a tensor on each rank, and its backward reads "
+        "all of it.\n"
+        'Try: "colwise_gather_output" for the layer before it; or tp = 1.'
+    )
+
+
+_GRADIENT_SCALES: Final = (1.0, 1e3)  # some backwards cut a large gradient off
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and not is_sharded(value)
+
+
+def _mixes_features(whole: _FunctionCall, call: _FunctionCall) -> bool:
+    """Return whether the gradients of a Function for two parts next to each other are not those of the parts; True if
+    it does not run on random values."""
+    is_part = [length != part for length, part in zip(whole.lengths, call.lengths, strict=True)]
+    generator = torch.Generator().manual_seed(0)
+
+    def random(tensor: Tensor) -> Tensor:
+        return torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+
+    shared = [random(value) if _is_float(value) else value for value in call.args]
+    parts = [[random(value) if part else value for value, part in zip(shared, is_part, strict=True)] for _ in range(2)]
+    joined = [torch.cat(pair, -1) if part else pair[0] for *pair, part in zip(*parts, is_part, strict=True)]
+
+    def gradients(args: Sequence[Any], arriving: Tensor) -> list[Tensor]:
+        leaves = [value.clone().requires_grad_() if _is_float(value) else value for value in args]
+        inputs = [leaf for leaf, part in zip(leaves, is_part, strict=True) if part]
+        grads = torch.autograd.grad(call.function.apply(*leaves), inputs, arriving, allow_unused=True)
+        return [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(inputs, grads, strict=True)]
+
+    try:
+        with torch.enable_grad():
+            for scale in _GRADIENT_SCALES:
+                arriving = [random(call.function.apply(*part)) * scale for part in parts]
+                of_parts = zip(*map(gradients, parts, arriving), strict=True)
+                of_joined = gradients(joined, torch.cat(arriving, -1))
+                if not all(
+                    torch.allclose(torch.cat(pair, -1), grad) for pair, grad in zip(of_parts, of_joined, strict=True)
+                ):
+                    return True
+    except Exception:  # whatever a Function raises on values that it was not written for
+        return True
+    return False
+
+
 def _sampled_numbers(tensor: Tensor) -> Tensor:
     """Return some elements of a tensor, at the same positions for every tensor of the same length."""
     flat = tensor.detach().reshape(-1)
@@ -257,6 +336,30 @@ def _reported(stage: nn.Module, report: Any, module_names: Container[str]) -> It
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def _functions_reported(stage: nn.Module, calls: list[_FunctionCall]) -> Iterator[None]:
+    """Add the calls of the Functions of a package, in their order."""
+    modules = {sys.modules[type(module).__module__] for module in stage.modules()}
+    values = (value for module in modules for value in vars(module).values() if isinstance(value, type))
+    functions: set[Any] = {
+        value
+        for value in values
+        if issubclass(value, torch.autograd.Function) and value.__module__.partition(".")[0] != "torch"
+    }
+
+    def apply(function: Any, original: Callable[..., Any], *args: Any) -> Any:
+        calls.append(_FunctionCall(function, args))
+        return original(*args)
+
+    for function in functions:
+        function.apply = partial(apply, function, function.apply)
+    try:
+        yield
+    finally:
+        for function in functions:
+            del function.apply
 
 
 @contextmanager

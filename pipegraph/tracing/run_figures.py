@@ -47,7 +47,7 @@ class RunFigures(Entry, frozen=True):
         tokens_per_second: of all ranks, with data, optimizer and checkpoints; None if tokens are not counted.
         memory: of each rank, by kind, with `TOGETHER`.
         flops_per_second: of the model, on all ranks: the median of the steps after the first one.
-        peak_flops: of the devices of all ranks; None if it is not known.
+        peak_flops: of the devices of all processes; None if it is not known.
     """
 
     losses: tuple[StepLoss, ...]
@@ -70,7 +70,7 @@ class RunFigures(Entry, frozen=True):
         Args:
             steps: what it printed of its steps, and of evaluations, which are left out.
             memory, allocated: as `RunComparison` has them.
-            peak_flops: of the devices of all ranks.
+            peak_flops: of the devices of all processes.
         """
         records = [step for step in steps if "tokens_per_second" in step]
         rates = [step["tokens_per_second"] for step in records if step["tokens_per_second"]]

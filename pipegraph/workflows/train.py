@@ -496,6 +496,7 @@ class Training:
         self._pace = Pace()
         self._profile: LoopProfiler | None = None
         self.done, self._evaluated = 0, 0
+        self._processes = 0
         self.resumed_from: Path | None = None
         self._termination = Termination()
         self.was_terminated = False
@@ -510,14 +511,15 @@ class Training:
         return self._prints and self._pipeline.package.manifest.stages[-1].index in self._pipeline.stages
 
     def peak_flops(self) -> float | None:
-        """The peak of the devices of all ranks in the dtype of the model's values; None if it is not known."""
+        """The peak of the devices of all processes, in floating-point operations per second of the dtype of most of the
+        model's values; None if it is not known, or before a step."""
         manifest = self._pipeline.package.manifest
         dtypes = Counter(value.dtype for value in manifest.values.values() if "float" in value.dtype)
         dtype = dtypes.most_common(1)[0][0] if dtypes else "float32"
         if dtype == "float32" and torch.get_float32_matmul_precision() != "highest":
             dtype = "tfloat32"
         peak = known_peak(Device(self._pipeline.device).name, dtype)
-        return None if peak is None else peak * self._pipeline.schedule.ranks * math.prod(self.mesh.values())
+        return peak * self._processes if peak and self._processes else None
 
     @property
     def has_loss(self) -> bool:
@@ -633,6 +635,7 @@ class Training:
         # This synchronizes the ranks: they begin the next step together.
         figures = [*self._measurement.own_figures(), self._tokens(), self._termination.is_requested]
         rows = self._pipeline.gather(figures, everywhere=True)
+        self._processes = len(rows)
         seconds = self._measurement.end_step([row[:2] for row in rows])
         self._pace.step_done(statistics.fmean(row[2] for row in rows) * self._share[1])
         self.was_terminated = any(row[3] for row in rows)

@@ -13,6 +13,7 @@ from pipegraph.errors import BatchError
 from pipegraph.package import Package
 from tests.messages import refused
 from tests.models import tensor_hooks as models
+from tests.runtime import hook_ranks, ranks
 
 
 def split(model: nn.Module, x: Tensor, folder: Path) -> Package:
@@ -76,3 +77,15 @@ def test_a_hook_of_the_gradient_of_all_rows_takes_one_microbatch(tmp_path: Path)
     pipe = pipegraph.Pipeline(package, "1f1b", 4, loss_fn=nn.MSELoss(), kernels="eager")
     with refused(BatchError, "Hook", "tensor_hooks.py:", advice="microbatches=1"):
         pipe.step(x, target=x)
+
+
+@pytest.mark.parametrize(("kind", "said"), [("Scaled", ""), ("Masks", ""), ("TwoHooks", "ClipRowsHook of stage 0")])
+def test_a_hook_that_reads_all_features_is_refused_along_tp(kind: str, said: str, tmp_path: Path) -> None:
+    """Forwards are equal: only the backward of a hook says that it needs more than the part of a rank."""
+    torch.manual_seed(0)
+    model, x = models.Residual(getattr(models, kind)), torch.randn(8, 5, 8)
+    plan = pipegraph.plan(pipegraph.capture(model, (x[:2],)), stages=1)
+    pipegraph.write_package(plan, tmp_path / "out")
+    for message in ranks.run(hook_ranks.trained_along_tp, 2, str(tmp_path / "out"), kind):
+        assert said in message and bool(message) == bool(said)
+        assert not said or "colwise_gather_output" in message.partition("\nTry: ")[2]
