@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 from pathlib import Path
 
 from pipegraph.codegen.draft import Source
 from pipegraph.codegen.syntax.statements import SourceText
-from pipegraph.codegen.validation.settings import Setting
+from pipegraph.codegen.validation.settings import Setting, settings_of, settings_of_variant
 from pipegraph.codegen.validation.validate import GraphDifference, differences
 from pipegraph.errors import one_line
 from pipegraph.package.source_import import ImportedPackage
@@ -45,7 +46,9 @@ def differences_of_text(files: Mapping[str, str], plans: Sequence[Plan]) -> list
         problem = one_line(f"{type(error).__name__}: {error}")
         return [GraphDifference(0, Setting(plans[0].captured.training), ("the package",), problem, "")]
     with imported as package:
-        return [difference for plan in plans for difference in differences(plan, package.module.load_stage)]
+        load_stage = package.module.load_stage
+        settings = [settings_of(plans[0].captured), *(settings_of_variant(plan.captured) for plan in plans[1:])]
+        return list(chain.from_iterable(map(differences, plans, repeat(load_stage), settings)))
 
 
 def written_names(source: Source, difference: GraphDifference) -> list[str]:

@@ -16,14 +16,14 @@ from pipegraph.graph.export.dynamic_shapes import SizeNames
 from pipegraph.graph.export.explanations import explanation
 from pipegraph.graph.export.flatten import flatten
 from pipegraph.graph.export.input_sizes import FixedSizeNeededError
-from pipegraph.graph.export.operation_record import is_switched_off_in_evaluation, same_in_both_modes
+from pipegraph.graph.export.operation_record import lines_on_in_evaluation, same_in_both_modes
 from pipegraph.graph.export.other_dtype import mark_dtypes
 from pipegraph.graph.export.torch_export import Exported, export_in
 from pipegraph.graph.mode_differences import OtherGraphError
 from pipegraph.graph.model_structure import modes_of
 from pipegraph.graph.nodes import source_line
 from pipegraph.graph.pass_order import run_all_passes, run_passes
-from pipegraph.graph.passes.modes import mark_mode_differences, settle_fixed_modes
+from pipegraph.graph.passes.modes import mark_lines_on, mark_mode_differences, settle_fixed_modes
 
 
 class EvaluationCaptureError(Exception):
@@ -55,9 +55,11 @@ def add_evaluation_mode(
     Raises:
         EvaluationCaptureError: that cannot be traced, or no branch can hold it.
     """
-    if is_switched_off_in_evaluation(model, args, kwargs):  # which takes a tenth of the time of an export
+    lines_on = lines_on_in_evaluation(model, args, kwargs)  # which takes a tenth of the time of an export
+    if lines_on is not None:
         settle = partial(settle_fixed_modes, evaluation=None, modules=modules, mode=exported.mode)
-        run_passes(graph, [settle], state)
+        mark = partial(mark_lines_on, modules=modules, lines=lines_on)
+        run_passes(graph, [settle, mark], state)
         return
     both_state, both_tensors = dict(state), dict(tensors)
     equal = same_in_both_modes(model, args, kwargs)

@@ -1,4 +1,4 @@
-"""Evaluation mode that only switches off dropouts and batch norms, for which no second export is made."""
+"""Evaluation mode that only switches off dropouts and batch norms, or leaves them on: one export is enough."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipegraph.graph import evaluation_mode
-from pipegraph.graph.export.operation_record import is_switched_off_in_evaluation
+from pipegraph.graph.export.operation_record import lines_on_in_evaluation
 from tests.codegen.parity import differences, split
 
 
@@ -95,6 +95,21 @@ class AlwaysOwnStatistics(Layers):
         return F.batch_norm(self.linear(x), None, None, training=True)
 
 
+class AlwaysDropsInAHelper(Layers):
+    """A dropout that one call switches off and another does not, on one line."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._drop(self._drop(super().forward(x), self.training), True)
+
+    def _drop(self, x: Tensor, is_on: bool) -> Tensor:
+        return F.dropout(x, 0.5, is_on)
+
+
+class DropsInEvaluationAlone(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(super().forward(x), 0.5, not self.training)
+
+
 class OtherOperation(Layers):
     def forward(self, x: Tensor) -> Tensor:
         x = super().forward(x)
@@ -128,13 +143,14 @@ class WritesIntoView(Layers):
 
 
 SWITCHED_OFF = [Layers, Functions, OnlyCalledInTraining, AddsToDropout, ComputesWhatNothingReads]
-OTHERS = [AlwaysDrops, AlwaysRandomSlope, AlwaysOwnStatistics, OtherOperation]
-WRITES = [ReadsWrittenArgument, ReadsWrittenResult, WritesIntoView]
+ALWAYS_ON = [AlwaysDrops, AlwaysRandomSlope, AlwaysOwnStatistics]
+OTHERS = [AlwaysDropsInAHelper, OtherOperation]
+NOT_ALIKE = [DropsInEvaluationAlone, ReadsWrittenArgument, ReadsWrittenResult, WritesIntoView]
 
 X = torch.randn(6, 8)
 
 
-@pytest.mark.parametrize("model_class", SWITCHED_OFF)
+@pytest.mark.parametrize("model_class", [*SWITCHED_OFF, *ALWAYS_ON])
 def test_what_only_switches_off_is_exported_in_training_mode_alone(
     model_class: type[nn.Module], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -143,7 +159,7 @@ def test_what_only_switches_off_is_exported_in_training_mode_alone(
 
     monkeypatch.setattr(evaluation_mode, "export_in", refuse)
     model = model_class()
-    assert is_switched_off_in_evaluation(model, (X,), {})
+    assert lines_on_in_evaluation(model, (X,), {}) is not None
     package = split(tmp_path, model, (X,), cut=1)
     assert differences(package, model, (X,), train=False) == []
     assert differences(package, model, (X,), train=True) == []
@@ -152,21 +168,21 @@ def test_what_only_switches_off_is_exported_in_training_mode_alone(
 @pytest.mark.parametrize("model_class", OTHERS)
 def test_what_does_more_in_evaluation_mode_is_as_in_the_model(model_class: type[nn.Module], tmp_path: Path) -> None:
     model = model_class()
-    assert not is_switched_off_in_evaluation(model, (X,), {})
+    assert lines_on_in_evaluation(model, (X,), {}) is None
     package = split(tmp_path, model, (X,), cut=1)
     assert differences(package, model, (X,), train=False) == []
     assert differences(package, model, (X,), train=True) == []
 
 
-@pytest.mark.parametrize("model_class", WRITES)
-def test_a_write_that_a_dropout_hides_in_training_mode_alone_is_seen(model_class: type[nn.Module]) -> None:
-    assert not is_switched_off_in_evaluation(model_class(), (X,), {})
+@pytest.mark.parametrize("model_class", NOT_ALIKE)
+def test_what_evaluation_mode_alone_does_is_seen(model_class: type[nn.Module]) -> None:
+    assert lines_on_in_evaluation(model_class(), (X,), {}) is None
 
 
 def test_the_model_is_left_as_it_was() -> None:
     model = Functions().eval()
     model.layers.train()
     modes = [module.training for module in model.modules()]
-    is_switched_off_in_evaluation(model, (X,), {})
+    lines_on_in_evaluation(model, (X,), {})
     assert [module.training for module in model.modules()] == modes
     assert model.mean.equal(torch.zeros(8)) and model.layers.norm.num_batches_tracked == 0

@@ -67,7 +67,7 @@ def settings_of(captured: Captured) -> Iterator[list[Setting]]:
     Of several settings in a list, the first that the captured graph takes counts: it may name sizes that the model
     takes only as a multiple of some number.
     """
-    modes = (True, False) if captured.training else (False,)
+    modes = _modes(captured)
     alternatives = list(other_sizes(captured.sizes))
     for training in modes:
         yield [Setting(training)]
@@ -75,6 +75,21 @@ def settings_of(captured: Captured) -> Iterator[list[Setting]]:
             yield [Setting(training, sizes) for sizes in alternatives]
     if any(OTHER_DTYPE in node.meta for node in captured.graph.nodes):
         yield [Setting(modes[0], is_converted=True)]
+
+
+def settings_of_variant(captured: Captured) -> Iterator[list[Setting]]:
+    """Yield both modes, each at sizes that differ from the capture where the model takes them, as `settings_of` does.
+
+    A variant is a capture with another number of iterations of a loop. What does not depend on that number is compared
+    with the first capture.
+    """
+    for training in _modes(captured):
+        alternatives = [Setting(training, sizes) for sizes in other_sizes(captured.sizes)]
+        yield [*alternatives, Setting(training)]
+
+
+def _modes(captured: Captured) -> tuple[bool, ...]:
+    return (True, False) if captured.training else (False,)
 
 
 def other_sizes(limits: SizeLimits) -> Iterator[dict[str, int]]:

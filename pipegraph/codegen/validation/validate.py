@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from pipegraph.codegen.validation.captured_stage import CapturedStage, StageState
 from pipegraph.codegen.validation.recorder import TermRecorder
 from pipegraph.codegen.validation.repeated_calls import RepeatedCalls
-from pipegraph.codegen.validation.settings import Setting, settings_of
+from pipegraph.codegen.validation.settings import Setting
 from pipegraph.codegen.validation.terms import Terms
 from pipegraph.codegen.validation.written_stage import WrongStateError, check_state, run_written, set_state
 from pipegraph.errors import CaptureError, one_line
@@ -141,18 +141,21 @@ class _Table:
     written_calls: RepeatedCalls = field(default_factory=RepeatedCalls)
 
 
-def differences(plan: Plan, load_stage: Callable[..., nn.Module]) -> list[GraphDifference]:
-    """Compare the stages of a package with a plan, in all settings.
+def differences(
+    plan: Plan, load_stage: Callable[..., nn.Module], settings: Iterable[Sequence[Setting]]
+) -> list[GraphDifference]:
+    """Compare the stages of a package with a plan.
 
     Args:
         plan: the captured stages.
         load_stage: builds a stage of the package.
+        settings: in which to compare them. Of several in a list, the first one counts that the graph takes.
 
     Returns:
         The first difference of each stage; none if the package computes what the graph computes.
     """
     with new_fake_mode(), refusals_not_logged():
-        tables = [[_Table(setting) for setting in settings] for settings in settings_of(plan.captured)]
+        tables = [[_Table(setting) for setting in alternatives] for alternatives in settings]
         compared = (_difference(plan.captured, stage, tables, load_stage) for stage in plan.stages)
         return [difference for difference in compared if difference is not None]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
@@ -396,13 +396,14 @@ def same_in_both_modes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     return training == evaluation
 
 
-def is_switched_off_in_evaluation(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether evaluation mode only switches off what a flag of a function of torch switches off, such as a
-    dropout or a batch norm, and layers of ``torch.nn``; False also if a mode cannot be run.
+def lines_on_in_evaluation(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Set[str] | None:
+    """The lines whose dropouts and batch norms do in evaluation mode as in training mode, if evaluation mode only
+    switches off the others: those of functions of torch with a flag, and layers of ``torch.nn``. None if it does
+    anything else, or if a mode cannot be run.
 
-    The model is run in training mode with all of these switched off, and in evaluation mode. Both must run the same
-    operations on the same arguments, but for those that nothing reads, and evaluation mode must switch off every flag
-    itself.
+    The model is run in evaluation mode, and in training mode with the same flags off. Both must run the same operations
+    on the same arguments, but for those that nothing reads. A line that switches one call off and another on is not
+    told apart.
 
     The model is left as it was.
     """
@@ -411,41 +412,51 @@ def is_switched_off_in_evaluation(model: nn.Module, args: tuple[Any, ...], kwarg
     training = {**modes.training, **{layer: modes.evaluation[layer] for layer in layers}}
     try:
         with generators_restored() as are_used:
-            switched_off = _switched_off_operations(model, training, args, kwargs, copies=True)[0]
-            evaluation, is_on = _switched_off_operations(model, modes.evaluation, args, kwargs, copies=False)
-            return not is_on and not are_used() and switched_off == evaluation
+            evaluation, flags = _operations_with_flags_off(model, modes.evaluation, args, kwargs, None)
+            lines_on = flags.lines_on
+            switched_off, _ = _operations_with_flags_off(model, training, args, kwargs, lines_on)
+            is_alike = not are_used() and not lines_on & flags.lines_off and switched_off == evaluation
     except Exception:  # whatever the model raises on tensors without values
-        return False
+        return None
+    return lines_on if is_alike else None
 
 
-def _switched_off_operations(
-    model: nn.Module, mode: Mapping[nn.Module, bool], args: tuple[Any, ...], kwargs: dict[str, Any], copies: bool
-) -> tuple[Operations, bool]:
-    """What a model runs if all flags are off, without what nothing reads; and whether a flag is on, or to switch it off
-    changes more than the operations.
+def _operations_with_flags_off(
+    model: nn.Module,
+    mode: Mapping[nn.Module, bool],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    lines_on: Set[str] | None,
+) -> tuple[Operations, _FlagsOff]:
+    """What a model runs with flags off, without what nothing reads, and the flags.
 
     Args:
-        copies: whether a dropout returns a copy, as in training mode, where a write changes its result alone.
+        lines_on: keep their flags as they are; None keeps every flag, as evaluation mode does.
+
+    Raises:
+        ValueError: in evaluation mode something writes into what a dropout returns, and so into its argument.
     """
     with (
         _recording(model, mode, args, kwargs, _SwitchedOffRecord) as (record, fake_args, fake_kwargs),
-        _FlagsOff(record, copies) as flags,
+        _FlagsOff(record, lines_on) as flags,
     ):
         results = model(*fake_args, **fake_kwargs)
-    return record.live_operations(results), flags.is_on or record.is_written
+    if lines_on is None and record.is_written:
+        raise ValueError("a write into the result of a dropout writes into its argument")
+    return record.live_operations(results), flags
 
 
 class _FlagsOff(TorchFunctionMode):
     """Switches off the flags with which functions of torch do as in training mode.
 
     Attributes:
-        is_on: whether one of them was on.
+        lines_on, lines_off: the lines whose flags were on, and off.
     """
 
-    def __init__(self, record: _SwitchedOffRecord, copies: bool) -> None:
+    def __init__(self, record: _SwitchedOffRecord, kept_lines: Set[str] | None) -> None:
         super().__init__()
-        self.is_on = False
-        self._record, self._copies = record, copies
+        self.lines_on, self.lines_off = set[str](), set[str]()
+        self._record, self._kept_lines = record, kept_lines
         self._flags: dict[Any, _Flag | None] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -455,14 +466,18 @@ class _FlagsOff(TorchFunctionMode):
         if flag is None:
             return func(*args, **(kwargs or {}))
         arguments = {**dict(zip(flag.parameters, args, strict=False)), **(kwargs or {})}
-        self.is_on |= bool(arguments.get(flag.name, flag.default))
+        is_on, line = bool(arguments.get(flag.name, flag.default)), _line(inspect.currentframe(), full_path=True)
+        (self.lines_on if is_on else self.lines_off).add(line)
+        is_training_run = self._kept_lines is not None
+        if is_on and (self._kept_lines is None or line in self._kept_lines):
+            return func(*args, **(kwargs or {}))
         result = func(**{**arguments, flag.name: type(flag.default)()})
         source = arguments.get("input")
         if source is None or not isinstance(result, torch.Tensor):
             return result
         if storage_identity(result) == storage_identity(source):
             writes = func.__name__.endswith("_") or arguments.get("inplace", False)
-            if self._copies and not writes:
+            if is_training_run and not writes:  # a dropout returns a copy, and a write changes its result alone
                 result = torch.ops.aten.lift_fresh_copy(result)  # which the record does not list
             self._record.add_returned(result)
         return result
@@ -565,8 +580,11 @@ class _FunctionRecord(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _line(frame: FrameType | None) -> str:
-    """The innermost line of the model's own source."""
+def _line(frame: FrameType | None, full_path: bool = False) -> str:
+    """The innermost line of the model's own source, ``model.py:12``; empty if there is none."""
     while frame is not None and not is_user_file(frame.f_code.co_filename):
         frame = frame.f_back
-    return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    if frame is None:
+        return ""
+    path = Path(frame.f_code.co_filename)
+    return f"{path if full_path else path.name}:{frame.f_lineno}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from difflib import SequenceMatcher
 from itertools import takewhile
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from pipegraph.errors import is_user_file
 from pipegraph.graph.calls import (
     RETURNED,
     CallTree,
@@ -32,7 +33,7 @@ from pipegraph.graph.mode_differences import (
     written_value,
 )
 from pipegraph.graph.model_structure import follows_mode, mentions_mode
-from pipegraph.graph.nodes import SIZES, any_layout, arguments_of, path_of, shape_of, source_line
+from pipegraph.graph.nodes import SIZES, any_layout, arguments_of, path_of, shape_of, source_line, source_lines
 from pipegraph.graph.operators import MODE_ARGUMENTS, operator_of
 from pipegraph.graph.symbolic_size import SymbolicSize
 from pipegraph.torch_private.export import call_name
@@ -370,6 +371,21 @@ def settle_fixed_modes(
                     replace_node(operation, operation.args[0])
                 else:
                     operation.meta["in_every_mode"] = True
+
+
+def mark_lines_on(graph: fx.Graph, modules: Mapping[str, ModuleEntry], lines: Set[str]) -> None:
+    """Mark the operations that do in evaluation mode as in training mode.
+
+    before:  y = dropout(x, 0.1, True)
+    after:   y = dropout(x, 0.1, True)      # in_every_mode: F.dropout(x), without training=self.training
+
+    Args:
+        lines: of these operations, ``model.py:12`` with the whole path.
+    """
+    for node in _own_operations(graph, modules):
+        line = next((f"{path}:{number}" for path, number in source_lines(node) if is_user_file(path)), "")
+        if line in lines and _drops_or_trains(node):
+            node.meta["in_every_mode"] = True
 
 
 def _with_mode(nodes: Sequence[fx.Node]) -> dict[object, list[fx.Node]]:
