@@ -221,6 +221,7 @@ class PlanCommand(Command):
                 self.schedule or compared_names(),
                 source.tp_plan or tp_plan_of(source.model),
                 zero1=self.zero1,
+                searches=not self.schedule,
             )
         plan_file = PlanFile.from_plan(best)
         if self.json:

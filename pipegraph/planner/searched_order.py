@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from pipegraph.cost import SegmentCost
 from pipegraph.errors import ScheduleError
 from pipegraph.planner.cut_choice import CutChoice
 from pipegraph.planner.step_prediction import stage_times
-from pipegraph.schedule import Schedule, search
+from pipegraph.schedule import Schedule, Times, search
 from pipegraph.schedule.lifetimes import peak_activations
 from pipegraph.schedule.stages import placement_name
 
@@ -22,7 +24,7 @@ _EFFORT = 0.1
 def searched_orders(choices: Iterable[CutChoice]) -> Iterator[CutChoice]:
     """Yield the fastest plans with the orders that `search` finds for them, if these save enough time.
 
-    An order keeps activations of no more microbatches on a rank than the schedule of its plan, and fits the memory.
+    An order keeps no more activations on a rank than some rank has in the schedule of its plan, and fits the memory.
 
     Args:
         choices: the plans, the fastest first.
@@ -33,21 +35,62 @@ def searched_orders(choices: Iterable[CutChoice]) -> Iterator[CutChoice]:
 
 
 def _searched(choice: CutChoice) -> CutChoice | None:
-    schedule, options = choice.schedule, choice.options
-    placement = placement_name(schedule.placement)
-    if not options.timed or not schedule.trains or schedule.overlapped or placement is None:
+    options = choice.options
+    if not options.timed:
         return None
-    times = stage_times(choice.costs.stages(choice.cuts), schedule, options.link, options.host_link)
-    if any(
-        map(times.offload_of, range(schedule.stages))
-    ):  # copies to CPU memory are planned for the schedule's own order
+    times = stage_times(choice.costs.stages(choice.cuts), choice.schedule, options.link, options.host_link)
+    memory = None if options.memory_bytes is None else options.memory_of_ranks(choice.schedule.ranks)
+    stages = choice.costs.stages(choice.cuts)
+    limits = activation_limits(choice.schedule, stages, choice.memory, memory, options.factors.allowance)
+    schedule = searched_schedule(choice.schedule, times, limits, options.effort)
+    if schedule is None:
         return None
-    limit = max(peak_activations(schedule))
-    try:
-        order = search(times, schedule.ranks, schedule.microbatches, placement, limit, _EFFORT * options.effort)
-    except ScheduleError:
-        return None
-    actions = Schedule(order.name, order.placement, order.microbatches, order.actions, overlapped=order.overlapped)
-    searched = replace(choice, schedule=actions, options=replace(options, schedule=actions), solution=None)
+    searched = replace(choice, schedule=schedule, options=replace(options, schedule=schedule), solution=None)
     is_worth_it = searched.value < choice.value * (1 - LEAST_GAIN)
     return searched if is_worth_it and searched.fits else None
+
+
+def activation_limits(
+    schedule: Schedule,
+    stages: Sequence[SegmentCost],
+    memory: Sequence[float],
+    limits: Sequence[float] | None,
+    allowance: float,
+) -> list[int]:
+    """Return how many activations of one stage and microbatch each rank may hold in another order.
+
+    They are as many as some rank holds in the order of ``schedule``, and no more than fit beside what the rank needs.
+
+    Args:
+        stages: the stages.
+        memory: bytes that each rank needs in the order of ``schedule``.
+        limits: bytes of each rank; None for any.
+        allowance: the part of activations that fragmentation adds.
+    """
+    peaks = peak_activations(schedule)
+    if limits is None:
+        return [max(peaks)] * schedule.ranks
+    rank_limits = []
+    for rank, (peak, needed, limit) in enumerate(zip(peaks, memory, limits, strict=True)):
+        saved = max(stage.saved_bytes for stage, place in zip(stages, schedule.placement, strict=True) if place == rank)
+        room = (limit - needed) / max(1.0, saved * (1 + allowance))
+        rank_limits.append(max(peak, min(max(peaks), peak + math.floor(room))))
+    return rank_limits
+
+
+def searched_schedule(schedule: Schedule, times: Times, limits: Sequence[int], effort: float) -> Schedule | None:
+    """Return the order that `search` finds for the times of stages; None if there is none to find.
+
+    Args:
+        limits: how many activations of one stage and microbatch each rank may hold.
+    """
+    placement = placement_name(schedule.placement)
+    if not schedule.trains or schedule.overlapped or placement is None:
+        return None
+    if any(map(times.offload_of, range(schedule.stages))):  # copies to CPU memory fit the schedule's own order
+        return None
+    try:
+        order = search(times, schedule.ranks, schedule.microbatches, placement, limits, _EFFORT * effort)
+    except ScheduleError:
+        return None
+    return Schedule(order.name, order.placement, order.microbatches, order.actions, overlapped=order.overlapped)

@@ -44,16 +44,16 @@ _TINY = 1e-9  # times that differ by less than this part of the makespan are equ
 
 
 class OrderProblem:
-    """Times, placement, microbatches and memory limit, by code.
+    """Times, placement, microbatches and the memory limit of each rank, by code.
 
     The n-th action of a code waits for the n-th action of the code ``source``, −1 if it waits for none; ``target`` is
     the inverse.
     """
 
-    def __init__(self, times: Times, placement: Sequence[int], microbatches: int, memory_limit: int) -> None:
+    def __init__(self, times: Times, placement: Sequence[int], microbatches: int, memory_limits: Sequence[int]) -> None:
         stages = len(placement)
         self.microbatches = microbatches
-        self.memory_limit = memory_limit
+        self.memory_limits = memory_limits
         self.ranks = max(placement) + 1
         self.stages = [[stage for stage in range(stages) if placement[stage] == rank] for rank in range(self.ranks)]
         self.last = stages - 1
@@ -142,7 +142,7 @@ class OrderProblem:
                         start = source_arrivals[number]
                         used[code] = number + 1
                     forward = code % PER_STAGE == FORWARD
-                    full = forward and activations[rank] == self.memory_limit
+                    full = forward and activations[rank] == self.memory_limits[rank]
                     if full and not ready:
                         return IMPOSSIBLE
                     while (full or start > clock) and ready and (full or clock + duration[ready[0]] * inside <= start):
@@ -306,7 +306,7 @@ class _GreedyRun:
                     continue
                 if arrival > now:
                     next_arrival = min(next_arrival, arrival)
-                elif code == forward and self._activations[rank] + 1 + later_stages > problem.memory_limit:
+                elif code == forward and self._activations[rank] + 1 + later_stages > problem.memory_limits[rank]:
                     full = True
                 elif best is None or priority[code] < priority[best]:
                     best = code

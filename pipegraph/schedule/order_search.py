@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from random import Random
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pipegraph.errors import ScheduleError, nearest
 from pipegraph.schedule.check import check
@@ -200,7 +200,7 @@ def search(
     ranks: int,
     microbatches: int,
     placement: str = "loop",
-    memory_limit: float | None = None,
+    memory_limit: float | Sequence[float] | None = None,
     effort: float = 1.0,
     resident: int | None = None,
 ) -> SearchedSchedule:
@@ -214,7 +214,8 @@ def search(
         times: of each stage.
         ranks, microbatches: of a step.
         placement: ``loop`` (stage s on rank s mod ranks) or ``v`` (rank r holds stages r and 2·ranks − 1 − r).
-        memory_limit: how many saved activations of one stage and microbatch a rank may hold at one time.
+        memory_limit: how many saved activations of one stage and microbatch a rank may hold at one time: one number, or
+            one for each rank.
         effort: scales the number of orders that are tried, and so the time. 1 takes some ten seconds for 8 ranks and
             32 microbatches, and a minute for 64 and 512.
         resident: how many stages of a rank may be whole at a time; all of them are sharded, and the result has their
@@ -229,23 +230,13 @@ def search(
     require_resident(resident)
     places = _placement(times, ranks, microbatches, placement)
     chunks = len(places) // ranks
-    limit = microbatches * chunks
-    if memory_limit is not None:
-        if isinstance(memory_limit, bool) or not isinstance(memory_limit, int | float):
-            raise ScheduleError(f"A memory limit is a number of activations, such as {chunks}, not {memory_limit!r}.")
-        if not memory_limit >= chunks:
-            raise ScheduleError(
-                f"With room for {memory_limit!r} on each rank not even one microbatch gets through: "
-                f"it leaves {format_number_of('activation', chunks)} there.",
-                f"{chunks} or more.",
-            )
-        limit = int(min(limit, memory_limit))
-    problem = OrderProblem(times, places, microbatches, limit)
-    bound = lower_bound(times, places, microbatches, limit)
+    limits = _memory_limits(memory_limit, ranks, microbatches, chunks)
+    problem = OrderProblem(times, places, microbatches, limits)
+    bound = lower_bound(times, places, microbatches, max(limits))
     schedules = list(named_schedules(places, microbatches))
     candidates = FoundSchedules(times, resident)
     for schedule in (*schedules, *(grouped_schedules(places, microbatches) if resident is not None else ())):
-        if max(peak_activations(schedule)) <= limit:
+        if all(peak <= limit for peak, limit in zip(peak_activations(schedule), limits, strict=True)):
             candidates.add(schedule)
     goal = bound * (1 + EQUAL)
     if all(makespan > goal for makespan, _ in candidates.timed):
@@ -276,7 +267,7 @@ def _climb_gathers(
     """Return the orders with the fewest gathers that changes of a schedule's orders reach without a longer makespan."""
 
     def cost(orders: Orders, most: Cost) -> Cost:
-        if not all(_is_possible(order, problem.memory_limit) for order in orders):
+        if not all(map(_is_possible, orders, problem.memory_limits)):
             return IMPOSSIBLE_COST
         timed = problem.run(orders)
         if timed.makespan > most[0] * (1 + EQUAL):  # without waiting for gathers, even
@@ -287,6 +278,27 @@ def _climb_gathers(
 
     _, orders = climb_gathers(orders_of(start), resident, cost, runs, Random(0))
     return orders
+
+
+def _memory_limits(memory_limit: Any, ranks: int, microbatches: int, chunks: int) -> tuple[int, ...]:
+    """Return the limit of each rank. Raises ScheduleError if one is too small for a microbatch, or is no number."""
+    most = microbatches * chunks
+    if memory_limit is None:
+        return (most,) * ranks
+    is_one = isinstance(memory_limit, str) or not isinstance(memory_limit, Sequence)
+    limits = [memory_limit] * ranks if is_one else memory_limit
+    if len(limits) != ranks:
+        raise ScheduleError(f"A memory limit is one number, or one for each of {ranks} ranks, not {len(limits)}.")
+    for limit in limits:
+        if isinstance(limit, bool) or not isinstance(limit, int | float):
+            raise ScheduleError(f"A memory limit is a number of activations, such as {chunks}, not {limit!r}.")
+        if not limit >= chunks:
+            raise ScheduleError(
+                f"With room for {limit!r} on each rank not even one microbatch gets through: "
+                f"it leaves {format_number_of('activation', chunks)} there.",
+                f"{chunks} or more.",
+            )
+    return tuple(int(min(most, limit)) for limit in limits)
 
 
 def _placement(times: Times, ranks: int, microbatches: int, placement: str) -> tuple[int, ...]:
@@ -375,7 +387,7 @@ def _climb_orders(problem: OrderProblem, start: Orders, runs: int, goal: float, 
     def change(orders: Orders, timed: TimedOrders, path: CriticalPath) -> Orders | None:
         rank, at = random.choice(path)
         order = _moved(orders[rank], at + random.randint(-1, 1), random.randint(-_REACH, _REACH))
-        if order is None or not _is_possible(order, problem.memory_limit):
+        if order is None or not _is_possible(order, problem.memory_limits[rank]):
             return None
         return [*orders[:rank], order, *orders[rank + 1 :]]
 

@@ -27,10 +27,13 @@ from pipegraph.planner.joint_plan.search import JointSearch, joint_plan, plan_of
 from pipegraph.planner.plan_file import PlanFile
 from pipegraph.planner.plan_options import PlanOptions
 from pipegraph.planner.recompute_options import RecomputeOptions
+from pipegraph.planner.searched_order import LEAST_GAIN
 from pipegraph.planner.solver.solve import MemoryShortage
+from pipegraph.planner.step_prediction import stage_times
 from pipegraph.recompute import OFFLOAD
+from pipegraph.report.text.package_tables import render_joint_comparison
 from pipegraph.runtime.parallelized_stages import resident_stages
-from pipegraph.schedule import Times, build, simulate
+from pipegraph.schedule import Times, build, check, simulate
 from tests.messages import refused
 from tests.runtime import mesh_mixture
 
@@ -376,3 +379,34 @@ def test_its_file_is_taken_as_it_is(tmp_path: Path) -> None:
     assert layout.pp * math.prod(mesh.values()) == 4
     again = PlanFile.read(file).apply(captured(comparison.best.candidate.rows))
     assert again.prediction == plan.prediction and again.points == plan.points
+
+
+def test_the_best_plan_gets_an_order_of_its_own_where_ranks_are_far_apart() -> None:
+    links = A100.links
+    far = structs.replace(
+        A100, links=structs.replace(links, intra_node=structs.replace(links.intra_node, latency=4e-4))
+    )
+    memory = 72 * 2**20
+    options = PlanOptions(hardware=far, memory_bytes=memory)
+
+    def best_of(searches: bool) -> tuple[joint_search.JointComparison, pipegraph.Plan]:
+        return joint_plan(lambda rows: (captured(rows), None), 2, options, 4, 32, ["1f1b", "zb-h1"], searches=searches)
+
+    (named, _), (searched, plan) = best_of(False), best_of(True)
+    best = searched.best
+    assert not best.has_named_order and best.step < named.best.step * (1 - LEAST_GAIN)
+    check(best.solution.schedule)
+    assert searched.lower_bound <= named.lower_bound and searched.lower_bound < best.step
+    assert best.peak <= memory
+    stages = best.costs.stages(best.solution.cuts)
+    times = stage_times(stages, best.solution.schedule, options.link)
+    assert simulate(best.solution.schedule, times).makespan == pytest.approx(best.solution.value)
+    file = PlanFile.from_plan(plan)
+    assert file.prediction.schedule == "searched" and len(file.order) == best.candidate.layout.pp
+    assert "searched" in render_joint_comparison(searched, 32, 4, None)
+    assert PlanFile.from_json(file.to_json(), "plan.json").apply(captured(best.candidate.rows)).points == plan.points
+
+
+def test_plans_keep_their_names_where_an_order_saves_little(costs: LayoutCosts) -> None:
+    choices = JointSearch(costs, 4, 32, None, ["1f1b"], searches=True).run().choices
+    assert all(choice.has_named_order for choice in choices)

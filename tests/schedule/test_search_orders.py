@@ -160,6 +160,8 @@ def test_it_is_a_schedule_like_any_other() -> None:
         ((Times.equal(8), 4, 8, "v", 1), ["room for 1 ", "2 activations"], "2 or more"),
         ((Times.equal(4), 4, 8, "loop", float("nan")), ["room for nan"], "1 or more"),
         ((Times.equal(4), 4, 8, "loop", "2GiB"), ["number of activations", "'2GiB'"], ""),
+        ((Times.equal(4), 4, 8, "loop", [4, 4, 4]), ["each of 4 ranks", "3"], ""),
+        ((Times.equal(4), 4, 8, "loop", [4, 3, 2, 0]), ["room for 0 "], "1 or more"),
         ((1.0, 4, 8), ["search()", "Times", "1.0"], "Times.equal(stages)"),
         ((Times.equal(4), 4, 8, "loop", 4, float("nan")), ["effort", "nan"], ""),
         ((Times.equal(4), 4, 8, "loop", 4, -1), ["effort", "-1"], ""),
@@ -170,12 +172,20 @@ def test_arguments_that_do_not_fit(arguments: tuple, parts: list[str], advice: s
         search(*arguments)
 
 
+def test_each_rank_keeps_its_limit() -> None:
+    times, limits = Times.equal(4, hop=2.0), [6, 4, 3, 2]
+    schedule = search(times, 4, 12, memory_limit=limits, effort=QUICK)
+    peaks = peak_activations(schedule)
+    assert all(peak <= limit for peak, limit in zip(peaks, limits, strict=True))
+    assert schedule.makespan < simulate(build("1f1b", 4, 12), times).makespan
+
+
 @given(st.sampled_from(["zb-h1", "zb-h2", "zb-v", "v-half", "interleaved-zb"]), st.integers(1, 4), st.integers(0, 99))
 def test_the_search_times_orders_as_simulate_does(name: str, ranks: int, seed: int) -> None:
     schedule = build(name, ranks, 3 * ranks)
     costs = unequal(seed, schedule.stages)
     for times in (costs, Times(costs.forward, costs.input_grad, costs.weight_grad, 0.2, transfer=0.3)):
-        problem = OrderProblem(times, schedule.placement, schedule.microbatches, 10**6)
+        problem = OrderProblem(times, schedule.placement, schedule.microbatches, [10**6] * schedule.ranks)
         assert all(action.kind is not Kind.B for row in schedule.actions for action in row)
         run = problem.run(orders_of(schedule))
         assert run.makespan == pytest.approx(simulate(schedule, times).makespan)

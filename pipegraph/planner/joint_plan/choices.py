@@ -167,6 +167,11 @@ class JointChoice:
     costs: StagedCosts = field(repr=False)
 
     @property
+    def has_named_order(self) -> bool:
+        """Whether its actions are in the order of the candidate's schedule; else in one that `search` found."""
+        return self.solution.schedule.name == self.candidate.schedule
+
+    @property
     def peak(self) -> int:
         """Bytes that the fullest rank needs."""
         return max(self.solution.memory)

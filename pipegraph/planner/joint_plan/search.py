@@ -36,6 +36,7 @@ from pipegraph.planner.joint_plan.layout_costs import LayoutCosts, exposed_secon
 from pipegraph.planner.plan import Plan, plan
 from pipegraph.planner.plan_options import PlanOptions, StagedCosts
 from pipegraph.planner.recompute_options import RecomputeOptions
+from pipegraph.planner.searched_order import LEAST_GAIN, SEARCHED, activation_limits, searched_schedule
 from pipegraph.planner.solver.solve import MemoryShortage, Problem, Solution
 from pipegraph.planner.solver.solve_arguments import resolve_schedule
 from pipegraph.planner.step_prediction import stage_times, step_seconds
@@ -90,12 +91,16 @@ class CandidateProblems:
     def bound(self, candidate: JointCandidate) -> float:
         """Return seconds that no cuts and choices of a candidate go below: its work, divided between ranks so that all
         of them end together, and the least that can be gathered and reduced."""
-        layout, microbatches = candidate.layout, candidate.microbatches
-        exposed = self.least_exposed(candidate)
         if candidate.chunks > 1:
-            return microbatches * self._costs.totals(layout, candidate.rows).seconds / layout.pp + exposed
+            return self.work_bound(candidate)
         is_whole = _has_whole_backwards(candidate.schedule)
-        return self._costs.least_makespan(layout, candidate.rows, microbatches, is_whole) + exposed
+        least = self._costs.least_makespan(candidate.layout, candidate.rows, candidate.microbatches, is_whole)
+        return least + self.least_exposed(candidate)
+
+    def work_bound(self, candidate: JointCandidate) -> float:
+        """Return seconds that no cuts and choices of a candidate go below, in any order of actions."""
+        work = candidate.microbatches * self._costs.totals(candidate.layout, candidate.rows).seconds
+        return work / candidate.layout.pp + self.least_exposed(candidate)
 
     def tight_bound(self, candidate: JointCandidate, enough: float = math.inf) -> float:
         """Return seconds that no cuts and choices of a candidate go below, by stages of parts of segments, however its
@@ -155,21 +160,26 @@ class CandidateProblems:
         """Return the cuts and choices of a candidate; with ``whole_layers`` between layers alone, if these suffice."""
         key = candidate, whole_layers and self.has_enough_layers(candidate)
         if key not in self._problems:
-            options, stages = self._costs.options(candidate.layout, candidate.rows), candidate.stages
-            hidden = self._costs.hidden(candidate.layout, candidate.rows)
             while len(self._problems) >= _KEPT_PROBLEMS:
                 del self._problems[next(iter(self._problems))]
-            self._problems[key] = Problem(
-                self._costs.layer_options(candidate.layout, candidate.rows)
-                if key[1]
-                else [costs.segments for costs in options],
-                _schedule(candidate.schedule, stages, candidate.microbatches, candidate.layout.pp),
-                memory_bytes=self._memory,
-                link=self.link(candidate.layout),
-                allowed=None if len(hidden) == len(options) else [hidden] * stages,
-                factors=candidate.factors(self._costs.factors),
-            )
+            schedule = _schedule(candidate.schedule, candidate.stages, candidate.microbatches, candidate.layout.pp)
+            self._problems[key] = self.problem_in_order(candidate, schedule, key[1])
         return self._problems[key]
+
+    def problem_in_order(self, candidate: JointCandidate, schedule: Schedule, whole_layers: bool = False) -> Problem:
+        """Return the cuts and choices of a candidate whose actions are in the order of ``schedule``."""
+        options = self._costs.options(candidate.layout, candidate.rows)
+        hidden = self._costs.hidden(candidate.layout, candidate.rows)
+        return Problem(
+            self._costs.layer_options(candidate.layout, candidate.rows)
+            if whole_layers
+            else [costs.segments for costs in options],
+            schedule,
+            memory_bytes=self._memory,
+            link=self.link(candidate.layout),
+            allowed=None if len(hidden) == len(options) else [hidden] * candidate.stages,
+            factors=candidate.factors(self._costs.factors),
+        )
 
     @property
     def have_many_layers(self) -> bool:
@@ -220,6 +230,7 @@ class JointSearch:
         most_tp: the most ranks along tp.
         effort: scales the search for the best plan's cuts.
         zero1: whether ranks along dp_replicate divide the optimizer's state.
+        searches: whether the fastest plans also get an order of actions of their own, if that saves enough time.
     """
 
     def __init__(
@@ -232,7 +243,9 @@ class JointSearch:
         most_tp: int | None = None,
         effort: float = 1.0,
         zero1: bool = False,
+        searches: bool = False,
     ) -> None:
+        self._searches = searches
         self._costs, self._of_cluster, self._batch, self._memory = costs, devices, global_batch, memory_bytes
         self._schedules, self._effort = [find_recipe(name) for name in schedules], effort
         node = costs.hardware.links.ranks_per_node
@@ -290,7 +303,36 @@ class JointSearch:
         open_bounds = (bound for candidate, bound in bounds.items() if candidate not in self._choices)
         bound = min([final.step, *open_bounds, *(choice.lower_bound for choice in choices)])
         neighbours = tuple(self._neighbours(final.candidate))
+        if self._searches and (orders := list(self._searched_orders(choices))):
+            choices += orders
+            bound = min(bound, *map(problems.work_bound, bounds))
         return JointComparison(pareto_front(choices), len(self.candidates), searched, bound, neighbours)
+
+    def _searched_orders(self, choices: Sequence[JointChoice]) -> Iterator[JointChoice]:
+        """Yield the fastest choices with the orders that `searched_schedule` finds for them, if these save enough.
+
+        A choice of which not all stages are whole at a time keeps its order, which says when they are gathered.
+        """
+        for choice in sorted(choices, key=lambda joint_choice: joint_choice.step)[:SEARCHED]:
+            candidate, solution = choice.candidate, choice.solution
+            if candidate.layout.pp == 1 or candidate.resident is not None:
+                continue
+            links = self._problems.link(candidate.layout), self._costs.hardware.host_link
+            staged = choice.costs.stages(solution.cuts)
+            memory = None if self._memory is None else [self._memory] * candidate.layout.pp
+            allowance = self._costs.factors.allowance
+            limits = activation_limits(solution.schedule, staged, solution.memory, memory, allowance)
+            times = stage_times(staged, solution.schedule, *links)
+            schedule = searched_schedule(solution.schedule, times, limits, self._effort)
+            if schedule is None:
+                continue
+            in_order = replace(solution, schedule=schedule, value=step_seconds(staged, schedule, *links), lower_bound=0)
+            fitting = self._problems.problem_in_order(candidate, schedule).take(in_order)
+            if fitting is None:
+                continue
+            step = self._step(candidate, choice.costs, fitting)
+            if step < choice.step * (1 - LEAST_GAIN):
+                yield replace(choice, solution=fitting, step=step, lower_bound=self._problems.work_bound(candidate))
 
     def _search_all(self, bounds: dict[JointCandidate, float], whole_layers: bool) -> None:
         """Search the candidates in the order of what they take at least, until that is as much as the best one takes.
@@ -471,6 +513,7 @@ def joint_plan(
     most_tp: int | None = None,
     zero1: bool = False,
     divides_tokens: bool = False,
+    searches: bool = False,
 ) -> tuple[JointComparison, Plan]:
     """Compare the plans of a model for a cluster, and return them with the best one.
 
@@ -486,6 +529,7 @@ def joint_plan(
         most_tp: the largest number of ranks along tp; by default the ranks of a node.
         zero1: whether the optimizer's state is divided between the ranks along dp_replicate.
         divides_tokens: whether ranks along tp divide the tokens of what no style divides (`tensor_shares`).
+        searches: whether the fastest plans also get an order of actions of their own, if that saves enough time.
 
     Raises:
         PlanError: no layout has numbers that are possible; a `MemoryShortage` if nothing fits.
@@ -497,7 +541,7 @@ def joint_plan(
     shares = tensor_shares(single.costs[0].priced.chain, tp_plan, divides_tokens) if tp_plan else []
     costs = LayoutCosts(options.hardware, rows, single, double, shares, options.factors)
     memory = None if options.memory_bytes is None else options.largest_memory
-    search = JointSearch(costs, devices, global_batch, memory, schedules, most_tp, options.effort, zero1)
+    search = JointSearch(costs, devices, global_batch, memory, schedules, most_tp, options.effort, zero1, searches)
     comparison = search.run()
     best = comparison.best
     model, _ = captured.get(best.candidate.rows) or capture_rows(best.candidate.rows)
@@ -510,7 +554,7 @@ def plan_of_choice(captured: Captured, choice: JointChoice, options: PlanOptions
     candidate, layout = choice.candidate, choice.candidate.layout
     plan_options = replace(
         options,
-        schedule=candidate.schedule,
+        schedule=candidate.schedule if choice.has_named_order else choice.solution.schedule,
         microbatches=candidate.microbatches,
         ranks=layout.pp,
         recompute=choice.recompute,

@@ -58,7 +58,7 @@ def render_joint_comparison(
         [
             "*" if choice is best else "",
             *(str(getattr(choice.candidate.layout, name)) for name in _MESH),
-            choice.candidate.schedule if choice.candidate.layout.pp > 1 else "no pipeline",
+            choice.solution.schedule.name if choice.candidate.layout.pp > 1 else "no pipeline",
             str(choice.solution.schedule.stages),
             *[str(choice.candidate.resident or "all")] * has_resident,
             str(choice.candidate.rows),
@@ -110,7 +110,7 @@ def _dict(choice: JointChoice) -> dict[str, Any]:
     candidate = choice.candidate
     return {
         "mesh": {name: getattr(candidate.layout, name) for name in _MESH},
-        "schedule": candidate.schedule,
+        "schedule": choice.solution.schedule.name,
         "stages": choice.solution.schedule.stages,
         "rows": candidate.rows,
         "microbatches": candidate.microbatches,
