@@ -12,8 +12,12 @@ from hypothesis import strategies as st
 from pipegraph.cost import MemoryFactors, SegmentCost, TransientBytes
 from pipegraph.errors import PlanError
 from pipegraph.planner import solve
+from pipegraph.planner.joint_plan.search import FEW_MICROBATCHES
+from pipegraph.planner.solver.memory_need import _moments, _receive_buffers
 from pipegraph.planner.solver.solve import MemoryShortage
-from pipegraph.schedule import Schedule, from_csv
+from pipegraph.schedule import Schedule, build, from_csv
+from pipegraph.schedule.recipes import RECIPES
+from pipegraph.schedule.recipes.recipe import Recipe
 from pipegraph.units import bytes_option, parse_bytes
 from tests.messages import missing, refused
 from tests.planner.brute_force import costs, every_cut, makespan, memory, memory_factors, slowest_stage, small_schedules
@@ -160,3 +164,20 @@ def test_ranks_with_different_memory() -> None:
     assert solve(SAVES, stages=2, memory_bytes=[100 + shortage, 300 + shortage])
     with pytest.raises(PlanError):
         solve(SAVES, stages=2, memory_bytes=[99 + shortage, 299 + shortage])
+
+
+@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe.trains], ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("rounds", [3, 5, 8])
+def test_ranks_hold_no_less_with_more_microbatches(recipe: Recipe, ranks: int, rounds: int) -> None:
+    """So that what does not fit with few of them does not fit with many."""
+    few, many = FEW_MICROBATCHES * ranks, rounds * ranks
+    if recipe.rule(ranks, few) or recipe.rule(ranks, many):
+        pytest.skip("the schedule cannot have these numbers")
+    schedules = [build(recipe.name, ranks, count, recipe.chunks) for count in (few, many)]
+    fewer, more = (_moments(schedule, False) for schedule in schedules)
+    for place, counts in enumerate(fewer.counts):
+        alike = (more.rank == fewer.rank[place]) & (more.stage == fewer.stage[place])
+        alike &= (more.kind == fewer.kind[place]) & (more.adds >= fewer.adds[place])
+        assert (more.counts[alike] >= counts).all(axis=1).any()
+    assert (_receive_buffers(schedules[1], 4) >= _receive_buffers(schedules[0], 1)).all()

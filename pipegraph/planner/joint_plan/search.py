@@ -41,6 +41,7 @@ from pipegraph.planner.solver.solve import MemoryShortage, Problem, Solution
 from pipegraph.planner.solver.solve_arguments import resolve_schedule
 from pipegraph.planner.step_prediction import stage_times, step_seconds
 from pipegraph.progress import report_progress
+from pipegraph.recompute import OFFLOAD
 from pipegraph.schedule import Kind, Schedule, build
 from pipegraph.schedule.recipes import compared_names, find_recipe
 from pipegraph.units import bytes_option, format_bytes
@@ -50,6 +51,8 @@ from pipegraph.units import bytes_option, format_bytes
 
 
 _FEW_LAYERS = 32  # of a model of fewer, all cuts are looked at for every candidate
+FEW_MICROBATCHES = 2
+"""Microbatches for each rank, with which a candidate is first looked at: with more of them, ranks hold no less."""
 _KEPT_PROBLEMS = 4  # of candidates whose bound was made tighter, and whose turn may come soon
 
 
@@ -79,6 +82,9 @@ class CandidateProblems:
         self._problems: dict[tuple[JointCandidate, bool], Problem] = {}
         self._fractional: dict[JointCandidate, float] = {}
         self._slowest: dict[JointCandidate, float] = {}
+        self._fits_with_few: dict[JointCandidate, bool] = {}
+        # What is offloaded is away for longer in a schedule of more microbatches.
+        self._offloads = any(OFFLOAD in str(choice) for choice in costs.recompute)
 
     def may_fit(self, candidate: JointCandidate) -> bool:
         """Whether a lower bound of the mean memory of a rank is within the limit: parameters, and the saved values of
@@ -106,9 +112,25 @@ class CandidateProblems:
         """Return seconds that no cuts and choices of a candidate go below, by stages of parts of segments, however its
         copies are divided. Once found, it stays; it is not made tighter than ``enough``."""
         leanest, exposed = self.leanest(candidate), self.least_exposed(candidate)
+        if leanest not in self._fractional and not self._may_fit_with_few(leanest):
+            self._fractional[leanest] = math.inf
         if leanest not in self._fractional:
             self._fractional[leanest] = self.problem(leanest, whole_layers=False).fractional_bound(enough - exposed)
         return max(self.bound(candidate), self._fractional[leanest] + exposed)
+
+    def _may_fit_with_few(self, candidate: JointCandidate) -> bool:
+        """Whether stages of parts of segments fit into the memory with a part of the microbatches: a schedule of more
+        of them holds no less at any time, and takes long to look at."""
+        pp, few = candidate.layout.pp, FEW_MICROBATCHES * candidate.layout.pp
+        is_shorter = few < candidate.microbatches and not find_recipe(candidate.schedule).rule(pp, few)
+        if self._memory is None or self._offloads or not is_shorter:
+            return True
+        key = replace(candidate, microbatches=few)
+        if key not in self._fits_with_few:
+            schedule = _schedule(key.schedule, key.stages, few, pp)
+            # One receive ahead: more may be posted at once at the end of a short schedule than in a long one.
+            self._fits_with_few[key] = self.problem_in_order(key, schedule, receives_ahead=1).may_fit
+        return self._fits_with_few[key]
 
     def slowest_stage(self, candidate: JointCandidate) -> float:
         """Return what a pipeline takes at least that is cut between layers, however its copies are divided."""
@@ -166,7 +188,9 @@ class CandidateProblems:
             self._problems[key] = self.problem_in_order(candidate, schedule, key[1])
         return self._problems[key]
 
-    def problem_in_order(self, candidate: JointCandidate, schedule: Schedule, whole_layers: bool = False) -> Problem:
+    def problem_in_order(
+        self, candidate: JointCandidate, schedule: Schedule, whole_layers: bool = False, receives_ahead: int = 4
+    ) -> Problem:
         """Return the cuts and choices of a candidate whose actions are in the order of ``schedule``."""
         options = self._costs.options(candidate.layout, candidate.rows)
         hidden = self._costs.hidden(candidate.layout, candidate.rows)
@@ -179,6 +203,7 @@ class CandidateProblems:
             link=self.link(candidate.layout),
             allowed=None if len(hidden) == len(options) else [hidden] * candidate.stages,
             factors=candidate.factors(self._costs.factors),
+            receives_ahead=receives_ahead,
         )
 
     @property

@@ -87,10 +87,14 @@ class CutSpace:
         return replace(self, allowed=tuple(np.any(mask, axis=0, keepdims=True) for mask in self.allowed))
 
     def nearest(self, mean: Floats) -> Integers:
-        """Return the candidate nearest to these numbers, of all of the chain."""
+        """Return the cuts nearest to these numbers, of all of the chain, with options that stages have somewhere."""
         cuts = len(self.allowed) - 1
         places = without_empty_stages(np.rint(mean[:cuts]).astype(np.int64), self.last[-1])
-        return np.append(places, np.rint(mean[cuts:]).astype(np.int64))
+        choices = [np.flatnonzero(mask.any(axis=(1, 2))) for mask in self.allowed]
+        options = [
+            choice[np.abs(choice - number).argmin()] for choice, number in zip(choices, mean[cuts:], strict=False)
+        ]
+        return np.array([*places, *options], np.int64)
 
     def contains(self, candidates: Integers) -> Booleans:
         """Return which candidates are in the space: (candidates,)."""

@@ -191,19 +191,32 @@ class FractionalStages:
         self._kinds, self._stage, costs_of = (np.array(column) for column in zip(*choices, strict=True))
         self._costs: Floats = costs_of.T  # (quantities, variables)
 
+    def fit(self) -> bool:
+        """Return whether any stages fit into the memory, however long they take."""
+        program = self._program_of_shares()
+        for _ in range(_ROUNDS):
+            try:
+                solution = program.solve()
+            except ArithmeticError:
+                break
+            if solution is None:
+                return False
+            table, most = self._exceeded_memory(solution.values[:-1])
+            if not len(table):
+                break
+            rows = np.column_stack([table, np.zeros(len(table))])
+            program.add_rows(rows, np.full(len(table), -np.inf), most)
+        return True
+
     def least_makespan(self, enough: float = math.inf) -> float:
         """Return seconds that no cuts and options go below; infinite if none fit. It is not made tighter than
         ``enough``."""
-        variables, limit = len(self._kinds), self._memory.limit
         pool, constants = self._table([*self._makespan.initial_bounds(), *self._makespan.path_bounds()])
         even = self._counts[self._kinds] / np.bincount(self._kinds)[self._kinds]
         scale = float((pool @ even + constants).max())  # so that no figure is far from 1
         if not scale:
             return 0.0
-        program = LinearProgram()
-        program.add_variables(np.append(np.zeros(variables), 1.0), np.zeros((0, variables + 1)))
-        parts = np.arange(len(self._counts))[:, None] == np.append(self._kinds, -1)
-        program.add_rows(parts.astype(np.float64), self._counts, self._counts)
+        program = self._program_of_shares()
 
         def add(table: Floats, makespan: float, most: Floats) -> None:
             """Add rows ``table`` @ shares + ``makespan`` × the makespan, the last variable, ≤ ``most``."""
@@ -223,23 +236,38 @@ class FractionalStages:
             least, shares = scale * float(solution.values[-1]), solution.values[:-1]
             if least >= enough:
                 break
-            stages = self._stages_of(shares)
             values = pool @ shares + constants
             longest = np.argsort(-values)[:_ROWS]
             longest = longest[values[longest] > least * (1 + _EXCEEDS)]
             new_rows, more_constants = pool[longest], constants[longest]
             if not len(longest):
-                new_rows, more_constants = self._table([self._makespan.longest_path(stages)])
+                new_rows, more_constants = self._table([self._makespan.longest_path(self._stages_of(shares))])
                 slower = new_rows @ shares + more_constants > least * (1 + _EXCEEDS)
                 new_rows, more_constants = new_rows[slower], more_constants[slower]
-            needs, need_constants = self._table(self._memory.tightest_bounds(stages))
-            short = needs @ shares + need_constants > limit * (1 + _EXCEEDS)
-            if not len(new_rows) and not short.any():
+            needs, most = self._exceeded_memory(shares)
+            if not len(new_rows) and not len(needs):
                 break
-            full = scale / limit
             add(new_rows, -scale, -more_constants)
-            add(full * needs[short], 0.0, scale - full * need_constants[short])
+            add(scale * needs, 0.0, scale * most)
         return least * (1 - _EXACT)
+
+    def _program_of_shares(self) -> LinearProgram:
+        """Return a program whose variables are the parts of segments in each place, and the makespan, which is the
+        least. The parts of a segment are all of it."""
+        variables = len(self._kinds)
+        program = LinearProgram()
+        program.add_variables(np.append(np.zeros(variables), 1.0), np.zeros((0, variables + 1)))
+        parts = np.arange(len(self._counts))[:, None] == np.append(self._kinds, -1)
+        program.add_rows(parts.astype(np.float64), self._counts, self._counts)
+        return program
+
+    def _exceeded_memory(self, shares: Floats) -> tuple[Floats, Floats]:
+        """Return rows of the parts of the memory that shares fill, and what is left for them, of those that are
+        exceeded."""
+        limit = self._memory.limit
+        needs, constants = self._table(self._memory.tightest_bounds(self._stages_of(shares)))
+        short = needs @ shares + constants > limit * (1 + _EXCEEDS)
+        return needs[short] / limit, 1 - constants[short] / limit
 
     def _table(self, bounds: Sequence[LinearBound]) -> tuple[Floats, Floats]:
         """Return what each variable adds to linear bounds, and their constants: (bounds, variables), (bounds,)."""

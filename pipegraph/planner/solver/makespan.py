@@ -70,12 +70,14 @@ class ActionGraph:
 
     The order on a rank is given, so an action starts when the one before it on the rank has ended and what it needs of
     another rank has arrived: the makespan is the longest path. Transfers over a link leave in the order of their
-    sender's actions. If they take time (``queued``), they are nodes too. Nodes are sorted by level, the largest number
-    of nodes on a path to them, and the nodes of one level are timed together.
+    sender's actions. If one may have to wait for another (``queued``), they are nodes too; otherwise a transfer is part
+    of the way between two actions. Nodes are sorted by level, the largest number of nodes on a path to them, and the
+    nodes of one level are timed together.
     """
 
     def __init__(self, schedule: Schedule, queued: bool) -> None:
         nodes = _nodes(schedule, queued)
+        self._queued = queued
         levels = _levels(nodes)
         order = np.argsort(levels, kind="stable")
         self._end = len(nodes)
@@ -114,7 +116,7 @@ class ActionGraph:
     def longest_path(self, times: Floats, hop: Floats, transfer: Floats) -> LongestPath:
         """Return a longest path for times (3, stages), hops (boundaries,) and transfers (boundaries,)."""
         ends = self._ends(times[..., None], hop, transfer[:, None])[:, 0]
-        arrivals = ends[self._predecessors] + np.append(hop, 0.0)[self._boundary]
+        arrivals = ends[self._predecessors] + self._lags(hop, transfer[:, None])[self._boundary, 0]
         rows, last = np.arange(self._end), arrivals.argmax(axis=1)
         predecessors, crossed = self._predecessors[rows, last].tolist(), self._boundary[rows, last].tolist()
         path = [int(ends[:-1].argmax())]
@@ -122,25 +124,32 @@ class ActionGraph:
             path.append(predecessors[path[-1]])
         passed = np.bincount(self._duration[path], minlength=len(self._work) + len(hop)).astype(np.float64)
         hops = np.bincount([crossed[node] + 1 for node in path], minlength=len(hop) + 1)[1:].astype(np.float64)
-        return LongestPath(np.tensordot(passed[: len(self._work)], self._work, 1), hops, passed[len(self._work) :])
+        transfers = passed[len(self._work) :] if self._queued else hops
+        return LongestPath(np.tensordot(passed[: len(self._work)], self._work, 1), hops, transfers)
 
     def _ends(self, times: Floats, hop: Floats, transfer: Floats) -> Floats:
         """Return when each node ends: (nodes + 1, candidates). The last row is 0."""
         durations = np.concatenate([np.tensordot(self._work, times, 2), transfer])
-        lags = np.append(hop, 0.0)[self._boundary][..., None] if hop.any() else None
+        lags = self._lags(hop, transfer) if hop.any() or not self._queued else None
         ends = np.empty((self._end + 1, times.shape[2]))
         ends[-1] = 0.0
         for first, last in pairwise(self._levels):
             latest = ends[self._predecessors[first:last, 0]]
             if lags is not None:
-                latest += lags[first:last, 0]
+                latest += lags[self._boundary[first:last, 0]]
             for way in range(1, self._predecessors.shape[1]):
                 arrival = ends[self._predecessors[first:last, way]]
                 if lags is not None:
-                    arrival += lags[first:last, way]
+                    arrival += lags[self._boundary[first:last, way]]
                 np.maximum(latest, arrival, out=latest)
             np.add(latest, durations[self._duration[first:last]], out=ends[first:last])
         return ends
+
+    def _lags(self, hop: Floats, transfer: Floats) -> Floats:
+        """Return what passes on an edge over each boundary, and on one that crosses none: (boundaries + 1,
+        candidates)."""
+        lags = hop[:, None] if self._queued else hop[:, None] + transfer
+        return np.concatenate([lags, np.zeros((1, lags.shape[1]))])
 
 
 def _nodes(schedule: Schedule, queued: bool) -> list[_Node]:
@@ -250,18 +259,21 @@ def _paths(order: Order) -> Iterator[StagePath]:
     They go to the last action, or to the last I or B and back to the first stage.
     """
     back = {microbatch: at for at, (kind, microbatch) in enumerate(order) if kind in (Kind.I, Kind.B)}
-    forwards = [microbatch for kind, microbatch in order if kind is Kind.F]
-    for turning in map(frozenset, ((), forwards[:1], forwards[-1:], forwards)):
+    forwards = [at for at, (kind, _) in enumerate(order) if kind is Kind.F]
+    passed = np.zeros((len(order) + 1, len(TIMES)), np.int64)  # before each action
+    for at, (kind, _) in enumerate(order):
+        passed[at + 1, list(PARTS[kind])] = 1
+    passed = passed.cumsum(axis=0)
+    for turning in (forwards[:0], forwards[:1], forwards[-1:], forwards):
         for end, returns in ((len(order), False), (max(back.values()) + 1, True)):
-            passed, turns, at = [0, 0, 0], 0, 0
-            while at < end:
-                kind, microbatch = order[at]
-                for part in PARTS[kind]:
-                    passed[part] += 1
-                turn = kind is Kind.F and microbatch in turning
-                turns += turn
-                at = back[microbatch] if turn else at + 1
-            yield StagePath(passed[0], passed[1], passed[2], turns, returns, leaves=False)
+            total, turns, at = passed[end], 0, 0
+            for turn in turning:
+                if at <= turn < end:
+                    target = back[order[turn][1]]
+                    total = total - (passed[target] - passed[turn + 1])  # skipped
+                    turns, at = turns + 1, target
+            forward, input_grad, weight_grad = total.tolist()
+            yield StagePath(forward, input_grad, weight_grad, turns, returns, leaves=False)
 
 
 def _not_dominated(paths: Sequence[StagePath]) -> list[StagePath]:
@@ -282,18 +294,33 @@ class Makespan:
         """Without a link, crossing a boundary takes no time. Raises PlanError for a link with impossible figures."""
         self._sums, self._schedule = sums, schedule
         self._latency, self._per_byte = _boundary_times(link, schedule.placement)
-        self._queued = bool((self._per_byte * sums.crossing.max()).any())
+        self._senders = _senders(schedule)
 
     @property
     def steps(self) -> int:
-        return self._graph.steps
+        return _graph_of(self._schedule, False).steps
 
-    @cached_property
-    def _graph(self) -> ActionGraph:
-        return _graph_of(self._schedule, self._queued)
+    def _graph(self, times: Floats, transfers: Floats) -> ActionGraph:
+        """Return the graph that times candidates: the smaller one if no transfer of theirs waits for another.
+
+        A link is free when the next transfer begins, if a transfer takes no longer than each action that sends over the
+        link: between two transfers their sender runs the action that sends the second one.
+
+        Args:
+            times: (3, stages, candidates)
+            transfers: (boundaries, candidates)
+        """
+        waits = False
+        if transfers.any():
+            kinds, stages, boundaries, starts = self._senders
+            shortest = np.minimum.reduceat(times[kinds, stages], starts)
+            longest = np.maximum.reduceat(transfers[boundaries], starts)
+            waits = bool(self._schedule.overlapped) or bool((longest > shortest).any())
+        return _graph_of(self._schedule, waits)
 
     def values(self, cuts: Integers) -> Floats:
-        return self._graph.makespans(self.times(cuts), self._latency, self.transfers(cuts))
+        times, transfers = self.times(cuts), self.transfers(cuts)
+        return self._graph(times, transfers).makespans(times, self._latency, transfers)
 
     def times(self, cuts: Integers) -> Floats:
         """Return the seconds of F, I and W: (3, stages, candidates).
@@ -348,7 +375,8 @@ class Makespan:
         return self._longest(_without_first_input_grad(stages), np.zeros(len(self._latency)))
 
     def _longest(self, times: Floats, transfers: Floats) -> LinearBound:
-        path = self._graph.longest_path(times, self._latency, transfers)
+        graph = self._graph(times[..., None], transfers[:, None])
+        path = graph.longest_path(times, self._latency, transfers)
         return self._linear_bound(path.work, float(path.hops @ self._latency), path.transfers)
 
     def stage_bound(self, stage: int, begins: Integers, ends: Integers) -> Floats:
@@ -383,6 +411,19 @@ class Makespan:
         weights[: len(TIMES)] = work
         weights[INPUT_GRAD, 0] = weights[WEIGHT_GRAD, 0]
         return LinearBound(self._sums, weights, transfers * self._per_byte, constant)
+
+
+def _senders(schedule: Schedule) -> tuple[Integers, Integers, Integers, Integers]:
+    """Return (F or I, stage, boundary) of all that is sent, by link, and where each link begins."""
+    sent = []
+    for boundary, (rank, next_rank) in enumerate(pairwise(schedule.placement)):
+        if rank != next_rank:
+            sent.append(((rank, next_rank), FORWARD, boundary, boundary))
+            sent.append(((next_rank, rank), INPUT_GRAD, boundary + 1, boundary))
+    sent = sorted(member for member in sent if schedule.trains or member[1] == FORWARD)
+    starts = [at for at, member in enumerate(sent) if not at or member[0] != sent[at - 1][0]]
+    kinds, stages, boundaries = np.array([member[1:] for member in sent], np.int64).reshape(-1, 3).T
+    return kinds, stages, boundaries, np.array(starts, np.int64)
 
 
 def _without_first_input_grad(stages: Floats) -> Floats:

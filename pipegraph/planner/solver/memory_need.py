@@ -341,7 +341,8 @@ def _shifted(counts: Integers) -> Integers:
 def _not_dominated(rows: Integers) -> Floats:
     """Return the rows that no other row reaches in every column. No row may occur twice."""
     front: list[Integers] = []
-    for row in rows[np.argsort(-rows.sum(axis=1), kind="stable")]:
-        if not any((front_row >= row).all() for front_row in front):
-            front.append(row)
+    others = rows[np.argsort(-rows.sum(axis=1), kind="stable")]
+    while len(others):
+        front.append(others[0])
+        others = others[(others > others[0]).any(axis=1)]
     return np.array(front, np.float64)

@@ -44,7 +44,7 @@ OBJECTIVES = "makespan", "bottleneck"
 
 _EFFORT_SHARE = 0.1  # of the effort, to find the least memory with several options or for another number of stages
 _DOUBLINGS = 3  # of the number of stages
-_CLIMBED = 60_000_000  # steps after which a climb that proves nothing stops: one or two seconds
+_CLIMBED = 30_000_000  # steps after which a climb that proves nothing stops: about a second
 _UNIFORM_EFFORT = 0.2  # part of the effort for the best cuts with one option for all stages
 
 
@@ -248,7 +248,16 @@ class Problem:
     def fractional_bound(self, enough: float = math.inf) -> float:
         """Return what no cuts and options go below, which stages of parts of segments show; infinite if nothing fits.
         It is not made tighter than ``enough``."""
-        return FractionalStages(self._options, self._allowed, self._makespan, self._memory).least_makespan(enough)
+        return self._fractional_stages.least_makespan(enough)
+
+    @property
+    def may_fit(self) -> bool:
+        """Whether stages of parts of segments fit into the memory. If not, whole segments do not."""
+        return self._fractional_stages.fit()
+
+    @cached_property
+    def _fractional_stages(self) -> FractionalStages:
+        return FractionalStages(self._options, self._allowed, self._makespan, self._memory)
 
     def solve(
         self,
