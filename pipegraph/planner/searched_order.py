@@ -71,15 +71,15 @@ def activation_limits(
     if limits is None:
         return [max(peaks)] * schedule.ranks
     rank_limits = []
-    for rank, (peak, needed, limit) in enumerate(zip(peaks, memory, limits, strict=True)):
+    for rank, (peak, required_bytes, limit) in enumerate(zip(peaks, memory, limits, strict=True)):
         saved = max(stage.saved_bytes for stage, place in zip(stages, schedule.placement, strict=True) if place == rank)
-        room = (limit - needed) / max(1.0, saved * (1 + allowance))
+        room = (limit - required_bytes) / max(1.0, saved * (1 + allowance))
         rank_limits.append(max(peak, min(max(peaks), peak + math.floor(room))))
     return rank_limits
 
 
 def searched_schedule(schedule: Schedule, times: Times, limits: Sequence[int], effort: float) -> Schedule | None:
-    """Return the order that `search` finds for the times of stages; None if there is none to find.
+    """Return the order that `search` finds for the times of stages; None if a search does not apply.
 
     Args:
         limits: how many activations of one stage and microbatch each rank may hold.

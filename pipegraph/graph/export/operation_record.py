@@ -581,7 +581,7 @@ class _FunctionRecord(TorchFunctionMode):
 
 
 def _line(frame: FrameType | None, full_path: bool = False) -> str:
-    """The innermost line of the model's own source, ``model.py:12``; empty if there is none."""
+    """The innermost line of the model's own source, ``model.py:12``; empty without one."""
     while frame is not None and not is_user_file(frame.f_code.co_filename):
         frame = frame.f_back
     if frame is None:

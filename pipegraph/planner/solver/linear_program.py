@@ -262,7 +262,7 @@ class FractionalStages:
         return program
 
     def _exceeded_memory(self, shares: Floats) -> tuple[Floats, Floats]:
-        """Return rows of the parts of the memory that shares fill, and what is left for them, of those that are
+        """Return rows of the parts of the memory that shares fill, and the part left for them, of rows that are
         exceeded."""
         limit = self._memory.limit
         needs, constants = self._table(self._memory.tightest_bounds(self._stages_of(shares)))

@@ -341,8 +341,8 @@ def _shifted(counts: Integers) -> Integers:
 def _not_dominated(rows: Integers) -> Floats:
     """Return the rows that no other row reaches in every column. No row may occur twice."""
     front: list[Integers] = []
-    others = rows[np.argsort(-rows.sum(axis=1), kind="stable")]
-    while len(others):
-        front.append(others[0])
-        others = others[(others > others[0]).any(axis=1)]
+    candidates = rows[np.argsort(-rows.sum(axis=1), kind="stable")]
+    while len(candidates):
+        front.append(candidates[0])
+        candidates = candidates[(candidates > candidates[0]).any(axis=1)]
     return np.array(front, np.float64)
