@@ -272,3 +272,57 @@ def test_a_number_that_a_module_does_not_read_is_none(tmp_path: Path) -> None:
     assert text.count("class Windowed") == 1
     assert 'Windowed(kind="window", number=2)' in text
     assert text.count('Windowed(kind="all")') == 3  # 0, 1, and a comprehension for 3 and 4
+
+
+class Embedding(nn.Module):
+    """Adds a guidance, which a caller may leave out."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.time, self.guidance = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, time: Tensor, guidance: Tensor | None = None) -> Tensor:
+        embedding: Tensor = (
+            self.time(time) * torch.sigmoid(time).sum(dim=-1, keepdim=True)
+            if guidance is None
+            else self.time(time) * torch.sigmoid(time).sum(dim=-1, keepdim=True) + self.guidance(guidance)
+        )
+        return embedding
+
+
+class Guided(nn.Module):
+    """Calls the embedding with a guidance once, or once without and once with."""
+
+    def __init__(self, both: bool) -> None:
+        super().__init__()
+        self.both = both
+        self.embedding, self.other, self.head = Embedding(8), Embedding(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, guidance: Tensor | None = None) -> Tensor:
+        if guidance is not None:
+            guidance = guidance * 10
+        h = (
+            self.embedding(x.clamp(min=-1, max=1), torch.zeros_like(x).softmax(dim=-1))
+            if guidance is None
+            else self.embedding(x.clamp(min=-1, max=1), guidance)
+        )
+        mode = (
+            self.head(torch.tanh(h)) * torch.sigmoid(h).mean(dim=-1, keepdim=True)
+            if self.training
+            else self.head(torch.tanh(h)) * torch.sigmoid(h).amax(dim=-1, keepdim=True)
+        )
+        return self.other(mode) if self.both else mode
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_a_side_whose_lines_never_ran_is_left_out(both: bool, tmp_path: Path) -> None:
+    """A side that one mode runs, or another module of the class, stays."""
+    torch.manual_seed(0)
+    model, inputs = Guided(both), (torch.randn(4, 8), torch.randn(4, 8))
+    package = split(tmp_path, model, inputs, cut="head")
+    text = source(package)
+    assert "h = self.embedding(x.clamp(min=-1, max=1), guidance)" in text and "zeros_like" not in text
+    assert "if self.training" in text and ".amax(" in text
+    assert ("if guidance is None" in text) == both
+    for train in (False, True):
+        assert differences(package, model, inputs, train=train) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, Final, NamedTuple
 
 from pipegraph.codegen.author_text.cut import TextLine, UnwritableError
@@ -87,30 +88,47 @@ def _text_before(line: TextLine, column: int) -> str:
 class UsedSides(ast.NodeTransformer):
     """Replaces conditional expressions of which one side never ran by the other side.
 
-    ``torch_int(x) if torch.jit.is_tracing() else int(x)`` is ``int(x)`` if ``torch_int`` never ran.
+    ``torch_int(x) if torch.jit.is_tracing() else int(x)`` is ``int(x)`` if ``torch_int`` never ran. So is one whose
+    sides are on lines of their own, of which those of one side never ran.
 
     Args:
         lines: the text.
         ran: returns whether the function of a call may have run.
+        ran_lines: the numbers of the lines that ran.
 
     Attributes:
         edits: of the text.
     """
 
-    def __init__(self, lines: Sequence[TextLine], ran: Callable[[ast.expr], bool]) -> None:
-        self._lines, self._ran = lines, ran
+    def __init__(self, lines: Sequence[TextLine], ran: Callable[[ast.expr], bool], ran_lines: AbstractSet[int]) -> None:
+        self._lines, self._ran, self._ran_lines = lines, ran, ran_lines
         self.edits: list[Edit] = []
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
         """Replace a conditional expression."""
         self.generic_visit(node)
         unused = [side for side in (node.body, node.orelse) if not all(map(self._ran, _functions_called(side)))]
+        unused = unused or self._sides_on_lines_that_never_ran(node)
         if len(unused) != 1:
             return node
         used = node.orelse if unused[0] is node.body else node.body
         self.edits = [edit for edit in self.edits if edit.is_within(used) or not edit.is_within(node)]
         self.edits += side_edits(self._lines, node, used)
         return used
+
+    def _sides_on_lines_that_never_ran(self, node: ast.IfExp) -> list[ast.expr]:
+        body, test, orelse = (_lines_of(part) for part in (node.body, node.test, node.orelse))
+        if not (body.isdisjoint(test | orelse) and orelse.isdisjoint(test)):
+            return []
+        sides = (node.body, body), (node.orelse, orelse)
+        return [side for side, places in sides if not any(self._has_run(self._lines[place - 1]) for place in places)]
+
+    def _has_run(self, line: TextLine) -> bool:
+        return not self._ran_lines.isdisjoint(line.numbers)
+
+
+def _lines_of(node: ast.expr) -> set[int]:
+    return {*range(node.lineno, (node.end_lineno or node.lineno) + 1)}
 
 
 class OpenSizes(ast.NodeTransformer):

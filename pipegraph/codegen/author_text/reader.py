@@ -350,6 +350,12 @@ class _SourceReader:
         ran = bool(self._lines.functions.get((code.co_filename, code.co_firstlineno)))
         return ran or not is_of_model(code.co_filename)
 
+    def ran_lines(self, function: FunctionType) -> frozenset[int]:
+        """The numbers of the lines of a function's file that ran in this module, or in calls of the function."""
+        file, first_line = function.__code__.co_filename, function.__code__.co_firstlineno
+        steps = (*self._lines.modules.get(self._fqn, ()), *self._lines.functions.get((file, first_line), ()))
+        return frozenset(line for step in steps if step.file == file for line in (step.start, step.end))
+
     def absent_lines(self, file: str, lines: Iterable[TextLine]) -> frozenset[int]:
         """The numbers of the lines of a function that other modules of the class run, and this module does not."""
         module_lines = self._surroundings.module_lines
@@ -409,14 +415,14 @@ class _Text:
         self._absent = set(_nodes_on(tree, self._lines, reader.absent_lines(function.__code__.co_filename, lines)))
 
     def _general_edits(self, tree: ast.FunctionDef) -> Iterator[Edit]:
-        """Replace conditional expressions of which one side calls a function that never ran by the other side, and
-        sizes that ranks along `tp` divide by -1."""
+        """Replace conditional expressions of which one side never ran by the other side, and sizes that ranks along
+        `tp` divide by -1."""
 
         def ran(function: ast.expr) -> bool:
             value = self._namespace.get(function.id) if isinstance(function, ast.Name) else None
             return not isinstance(value, FunctionType) or self._reader.may_have_run(value)
 
-        sides = UsedSides(self._lines, ran)
+        sides = UsedSides(self._lines, ran, self._reader.ran_lines(self._function))
         sides.visit(tree)
         yield from sides.edits
         if self._module is not None and may_divide_features(self._module, tree):
