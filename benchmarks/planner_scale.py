@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import resource
 import tempfile
 import time
@@ -218,6 +219,7 @@ def main(
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Measure the models, one after the other."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's second thread waits more than it works
     measurements = []
     for model in ["Llama 405 B"] if devices else MODELS:
         with multiprocessing.get_context("spawn").Pool(1) as process:
