@@ -14,11 +14,14 @@ import json
 import tempfile
 import time
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from rich.console import Console
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from pipegraph.package.prediction import Prediction
 
 GEMMA: Final[dict[str, Any]] = {
     "architectures": ["Gemma2ForCausalLM"],
@@ -110,21 +113,25 @@ def compare(config: dict[str, Any], ranks: int, microbatches: int, seq: int) -> 
         source = load(f"hf:{file}", weights=False, batch=1, seq=seq)
     captured = capture(source.model, source.args, source.kwargs)
     hardware, loss = Hardware.load("h100"), loss_and_target(source)
-    layers = len(source.model.get_submodule("model.layers")._modules)
-    steps: dict[str, tuple[str, float]] = {}
-    for name, chunks in (("interleaved-1f1b", 2), ("1f1b", 1)):
-        even = pipegraph.plan(
-            captured, points=equal_layers(layers, chunks * ranks), schedule=name, microbatches=microbatches,
+    layers = len([*source.model.get_submodule("model.layers").children()])
+
+    def prediction(schedule: str, chunks: int) -> Prediction:
+        """Of equal layers."""
+        plan = pipegraph.plan(
+            captured, points=equal_layers(layers, chunks * ranks), schedule=schedule, microbatches=microbatches,
             ranks=ranks, hardware=hardware, loss=loss, recompute="none",
         )  # fmt: skip
-        assert even.prediction is not None
-        steps[f"equal layers, {name}"] = name, even.prediction.value
-        work = sum(stage.forward + stage.input_grad + stage.weight_grad for stage in even.prediction.stages)
+        assert plan.prediction is not None
+        return plan.prediction
+
+    interleaved, plain = prediction("interleaved-1f1b", 2), prediction("1f1b", 1)
+    steps = {f"equal layers, {equal.schedule}": (equal.schedule, equal.value) for equal in (interleaved, plain)}
     plans = candidates(ranks, microbatches=[microbatches], recompute=["none"])
     options = PlanOptions(hardware=hardware, loss=loss)
     for way, searches in (("best named", False), ("best of all orders", True)):
         best = compare_model(captured, options, ranks, plans, searches).best
         steps[way] = best.schedule.name, best.value
+    work = sum(stage.forward + stage.input_grad + stage.weight_grad for stage in plain.stages)
     steps["all ranks busy all the time"] = "", microbatches * work / ranks
     return steps
 

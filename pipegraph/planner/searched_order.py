@@ -38,9 +38,9 @@ def _searched(choice: CutChoice) -> CutChoice | None:
     options = choice.options
     if not options.timed:
         return None
-    times = stage_times(choice.costs.stages(choice.cuts), choice.schedule, options.link, options.host_link)
-    memory = None if options.memory_bytes is None else options.memory_of_ranks(choice.schedule.ranks)
     stages = choice.costs.stages(choice.cuts)
+    times = stage_times(stages, choice.schedule, options.link, options.host_link)
+    memory = None if options.memory_bytes is None else options.memory_of_ranks(choice.schedule.ranks)
     limits = activation_limits(choice.schedule, stages, choice.memory, memory, options.factors.allowance)
     schedule = searched_schedule(choice.schedule, times, limits, options.effort)
     if schedule is None:
@@ -59,7 +59,7 @@ def activation_limits(
 ) -> list[int]:
     """Return how many activations of one stage and microbatch each rank may hold in another order.
 
-    They are as many as some rank holds in the order of ``schedule``, and no more than fit beside what the rank needs.
+    The number is at most that of the fullest rank in the order of ``schedule``, and fits the memory of the rank.
 
     Args:
         stages: the stages.

@@ -281,7 +281,11 @@ def _climb_gathers(
 
 
 def _memory_limits(memory_limit: Any, ranks: int, microbatches: int, chunks: int) -> tuple[int, ...]:
-    """Return the limit of each rank. Raises ScheduleError if one is too small for a microbatch, or is no number."""
+    """Return the limit of each rank.
+
+    Raises:
+        ScheduleError: a limit is not a number or too small for one microbatch, or the number of limits is wrong.
+    """
     most = microbatches * chunks
     if memory_limit is None:
         return (most,) * ranks

@@ -397,15 +397,15 @@ def same_in_both_modes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
 
 
 def lines_on_in_evaluation(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Set[str] | None:
-    """The lines whose dropouts and batch norms do in evaluation mode as in training mode, if evaluation mode only
-    switches off the others: those of functions of torch with a flag, and layers of ``torch.nn``. None if it does
-    anything else, or if a mode cannot be run.
+    """The lines whose dropouts and batch norms are on in evaluation mode too, if evaluation mode only switches off the
+    others: functions of torch with a flag, and layers of ``torch.nn``.
 
     The model is run in evaluation mode, and in training mode with the same flags off. Both must run the same operations
-    on the same arguments, but for those that nothing reads. A line that switches one call off and another on is not
-    told apart.
+    on the same arguments, but for those that nothing reads.
 
-    The model is left as it was.
+    Returns:
+        None if evaluation mode does anything else, if a line has a call that is on and one that is off, or if a mode
+        cannot be run. The model is left as it was.
     """
     modes = modes_of(model)
     layers = [module for module in model.modules() if all(map(follows_mode, module.modules()))]
@@ -428,10 +428,10 @@ def _operations_with_flags_off(
     kwargs: dict[str, Any],
     lines_on: Set[str] | None,
 ) -> tuple[Operations, _FlagsOff]:
-    """What a model runs with flags off, without what nothing reads, and the flags.
+    """The operations of a model with flags off, without those that nothing reads, and the flags.
 
     Args:
-        lines_on: keep their flags as they are; None keeps every flag, as evaluation mode does.
+        lines_on: the lines that keep their flags; None for all lines, as in evaluation mode.
 
     Raises:
         ValueError: in evaluation mode something writes into what a dropout returns, and so into its argument.

@@ -119,8 +119,8 @@ class CandidateProblems:
         return max(self.bound(candidate), self._fractional[leanest] + exposed)
 
     def _may_fit_with_few(self, candidate: JointCandidate) -> bool:
-        """Whether stages of parts of segments fit into the memory with a part of the microbatches: a schedule of more
-        of them holds no less at any time, and takes long to look at."""
+        """Whether stages of parts of segments fit into the memory with few microbatches. With more of them ranks hold
+        no less, and a longer schedule takes longer to check."""
         pp, few = candidate.layout.pp, FEW_MICROBATCHES * candidate.layout.pp
         is_shorter = few < candidate.microbatches and not find_recipe(candidate.schedule).rule(pp, few)
         if self._memory is None or self._offloads or not is_shorter:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -194,11 +194,7 @@ class FractionalStages:
     def fit(self) -> bool:
         """Return whether any stages fit into the memory, however long they take."""
         program = self._program_of_shares()
-        for _ in range(_ROUNDS):
-            try:
-                solution = program.solve()
-            except ArithmeticError:
-                break
+        for solution in _rounds(program):
             if solution is None:
                 return False
             table, most = self._exceeded_memory(solution.values[:-1])
@@ -226,11 +222,7 @@ class FractionalStages:
 
         add(pool[: self._memory.ranks], -scale, -constants[: self._memory.ranks])
         least = 0.0
-        for _ in range(_ROUNDS):
-            try:
-                solution = program.solve()
-            except ArithmeticError:
-                break
+        for solution in _rounds(program):
             if solution is None:
                 return math.inf
             least, shares = scale * float(solution.values[-1]), solution.values[:-1]
@@ -252,8 +244,8 @@ class FractionalStages:
         return least * (1 - _EXACT)
 
     def _program_of_shares(self) -> LinearProgram:
-        """Return a program whose variables are the parts of segments in each place, and the makespan, which is the
-        least. The parts of a segment are all of it."""
+        """Return a program that minimizes its last variable, the makespan. The others are shares of the segments, which
+        add up to whole segments."""
         variables = len(self._kinds)
         program = LinearProgram()
         program.add_variables(np.append(np.zeros(variables), 1.0), np.zeros((0, variables + 1)))
@@ -262,8 +254,8 @@ class FractionalStages:
         return program
 
     def _exceeded_memory(self, shares: Floats) -> tuple[Floats, Floats]:
-        """Return rows of the parts of the memory that shares fill, and the part left for them, of rows that are
-        exceeded."""
+        """Return the linear bounds of memory that shares exceed, as parts of the limit: their rows, and the largest
+        value of each."""
         limit = self._memory.limit
         needs, constants = self._table(self._memory.tightest_bounds(self._stages_of(shares)))
         short = needs @ shares + constants > limit * (1 + _EXCEEDS)
@@ -277,3 +269,16 @@ class FractionalStages:
     def _stages_of(self, shares: Floats) -> Floats:
         """Return the quantities of stages: (quantities, stages)."""
         return np.array([np.bincount(self._stage, row, self._memory.stages) for row in self._costs * shares])
+
+
+def _rounds(program: LinearProgram) -> Iterator[LinearSolution | None]:
+    """Solve a program, to which the caller adds rows after each solution; yield None if it has no solution.
+
+    It ends early if the solver gives up.
+    """
+    for _ in range(_ROUNDS):
+        try:
+            solution = program.solve()
+        except ArithmeticError:
+            return
+        yield solution
