@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from pipegraph.codegen.classes.block_classes import BlockClasses
 from pipegraph.codegen.classes.merge_classes import merge_classes
 from pipegraph.codegen.classes.stage_class import stage_class
+from pipegraph.codegen.classes.unused_parameters import without_unused_parameters
 from pipegraph.codegen.forms import USUAL, Forms
 from pipegraph.codegen.initial_values import InitialValues, initial_values
 from pipegraph.codegen.names.draw_names import draw_names
@@ -138,9 +139,11 @@ def draft(plan: Plan, weights: bool = True, source: ModelSource | None = None, f
     for function in reversed(blocks.functions):
         if function.name in called:
             called |= function.uses()
+    functions = [function for function in blocks.functions if function.name in called]
+    functions, shared, stages = without_unused_parameters(functions, shared, stages)
     checkpoint = checkpoint_names(captured.modules[""].module)
     written = Source(
-        tuple(function for function in blocks.functions if function.name in called),
+        tuple(functions),
         tuple(shared),
         tuple(stages),
         initial_values(captured, blocks.package_tensors),

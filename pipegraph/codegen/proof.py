@@ -47,7 +47,8 @@ def differences_of_text(files: Mapping[str, str], plans: Sequence[Plan]) -> list
         return [GraphDifference(0, Setting(plans[0].captured.training), ("the package",), problem, "")]
     with imported as package:
         load_stage = package.module.load_stage
-        settings = [settings_of(plans[0].captured), *(settings_of_variant(plan.captured) for plan in plans[1:])]
+        first, *variants = (plan.captured for plan in plans)
+        settings = [settings_of(first, at_other_sizes=not variants), *map(settings_of_variant, variants)]
         return list(chain.from_iterable(map(differences, plans, repeat(load_stage), settings)))
 
 

@@ -306,16 +306,25 @@ _LICENSES: Final = (
 _HEAD: Final = 4000  # characters
 
 
+_COPYRIGHT: Final = re.compile(
+    r"^[\W_]*(Copyright\b.*?)(?:[.,]?\s+All rights reserved)?\W*$", re.MULTILINE | re.IGNORECASE
+)
+"""A line of the head that says who wrote a file."""
+
+
 @functools.cache
 def origin_of(file: str) -> str:
-    """``modeling_llama.py (Apache License)``: the name of a file, and the license that its head names."""
+    """``modeling_llama.py (Apache License; Copyright 2022 EleutherAI)``: the name of a file, and the license and the
+    authors that its head names."""
     path = Path(file)
     try:
         head = path.read_text(encoding="utf-8")[:_HEAD]
     except (OSError, ValueError):
         head = ""
-    license_name = next(filter(None, (pattern.search(head) for pattern in _LICENSES)), None)
-    return path.name if license_name is None else f"{path.name} ({license_name[1]})"
+    license_match = next(filter(None, (pattern.search(head) for pattern in _LICENSES)), None)
+    terms = [] if license_match is None else [license_match[1]]
+    terms += dict.fromkeys(match[1] for match in _COPYRIGHT.finditer(head))
+    return f"{path.name} ({'; '.join(terms)})" if terms else path.name
 
 
 STANDARD: Final = {

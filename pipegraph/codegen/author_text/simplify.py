@@ -80,8 +80,7 @@ class CalledFunctions:
         """
         code, namespace = function.__code__, function.__globals__
         constants = self._lines.constants.get((code.co_filename, code.co_firstlineno), {})
-        remaining = list(lines)
-        tree = parsed(remaining)
+        tree = parsed(lines)
         local = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and is_stored(node)}
         local |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
 
@@ -89,26 +88,48 @@ class CalledFunctions:
             name = call.func.id if isinstance(call.func, ast.Name) and call.func.id not in local else ""
             return self.callee(namespace.get(name))
 
-        while True:
-            tree = parsed(remaining)
-            edits = (
-                _edits_of_constants(remaining, tree, constants)
-                or _edits_of_calls(tree, callee_of)
-                or _edits_of_unread_targets(tree)
-            )
-            if edits:
-                remaining = _with_short_statement(present(edited(remaining, edits)), edits[0].start[0])
-                continue
-            statement = next(_vain_statements(tree), None)
-            if statement is None:
-                return remaining
-            first, last = statement.lineno - 1, statement.end_lineno or statement.lineno
-            if not "".join(line.text for line in remaining[last : last + 1]).strip():
-                while remaining[first - 1].text.lstrip().startswith("#"):  # comments about this statement alone
-                    first -= 1
-                previous = remaining[first - 1].text.strip()
-                last += not previous or previous.endswith(":")  # of two empty lines one is left
-            del remaining[first:last]
+        return simplified_text(lines, constants, callee_of)
+
+
+def simplified_text(
+    lines: Sequence[TextLine],
+    constants: Mapping[str, bool | None],
+    callee_of: Callable[[ast.Call], Callee | None] = lambda call: None,
+) -> list[TextLine]:
+    """A function without what it does in vain.
+
+    Args:
+        constants: the parameters that always have one value, by name.
+        callee_of: returns what is left of the function that a call runs; None if that is not known.
+    """
+    remaining = list(lines)
+    while True:
+        tree = parsed(remaining)
+        edits = (
+            _edits_of_constants(remaining, tree, constants)
+            or _edits_of_calls(tree, callee_of)
+            or _edits_of_unread_targets(tree)
+        )
+        if edits:
+            remaining = with_short_statement(present(edited(remaining, edits)), edits[0].start[0])
+            continue
+        statement = next(_vain_statements(tree), None)
+        if statement is None:
+            return remaining
+        remaining = without_statement(remaining, statement)
+
+
+def without_statement(lines: Sequence[TextLine], statement: ast.stmt) -> list[TextLine]:
+    """A function without a statement, and without the comments about it alone."""
+    remaining = list(lines)
+    first, last = statement.lineno - 1, statement.end_lineno or statement.lineno
+    if not "".join(line.text for line in remaining[last : last + 1]).strip():
+        while remaining[first - 1].text.lstrip().startswith("#"):
+            first -= 1
+        previous = remaining[first - 1].text.strip()
+        last += not previous or previous.endswith(":")  # of two empty lines one is left
+    del remaining[first:last]
+    return remaining
 
 
 # ---- functions -------------------------------------------------------------------------------------------------------
@@ -212,13 +233,13 @@ def _edits_of_calls(tree: ast.FunctionDef, callee_of: Callable[[ast.Call], Calle
             arguments = _arguments_by_name(node, callee.function)
             if arguments is None:
                 continue
-            if callee.result == "None" and all(map(_is_pure, arguments.values())):
+            if callee.result == "None" and all(map(is_pure, arguments.values())):
                 return [Edit(start_of(node), end_of(node), "None")]
             returned = arguments.get(callee.result)
-            if returned is not None and all(_is_pure(value) for value in arguments.values() if value is not returned):
+            if returned is not None and all(is_pure(value) for value in arguments.values() if value is not returned):
                 return [Edit(start_of(node), start_of(returned), ""), Edit(end_of(returned), end_of(node), "")]
             unread = [value for name, value in arguments.items() if name in callee.unread]
-            if unread and all(map(_is_pure, unread)):
+            if unread and all(map(is_pure, unread)):
                 return _without_arguments(node, unread)
     return []
 
@@ -260,7 +281,7 @@ _VIEWS: Final = frozenset(
 """Methods of tensors that change nothing and draw no random numbers."""
 
 
-def _is_pure(expression: ast.expr) -> bool:
+def is_pure(expression: ast.expr) -> bool:
     """Return whether an expression does nothing but give a value."""
     calls = (node for node in ast.walk(expression) if isinstance(node, ast.Call))
     is_walrus = any(isinstance(node, (ast.NamedExpr, ast.Yield, ast.Await)) for node in ast.walk(expression))
@@ -272,7 +293,7 @@ def _is_pure(expression: ast.expr) -> bool:
     )
 
 
-def _with_short_statement(lines: Sequence[TextLine], number: int) -> list[TextLine]:
+def with_short_statement(lines: Sequence[TextLine], number: int) -> list[TextLine]:
     """A function, with the statement around a line on one line if it fits there after an edit."""
     tree = parsed(lines)
     around = [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and not hasattr(node, "body")]
@@ -361,7 +382,7 @@ def _is_vain_if(statement: ast.stmt, read: AbstractSet[str]) -> bool:
     """Return whether an ``if`` does nothing but assign a variable that nothing reads."""
     match statement:
         case ast.If(test, [inner], []):
-            return _is_pure(test) and (_assigns_unread(inner, read) or _is_self_assignment(inner))
+            return is_pure(test) and (_assigns_unread(inner, read) or _is_self_assignment(inner))
     return False
 
 

@@ -74,7 +74,16 @@ from pipegraph.codegen.syntax.statements import (
     FunctionSource,
     Statement,
 )
-from pipegraph.graph.calls import CallTree, CallValues, StageMembers, argument_place, call_tree, call_values, is_within
+from pipegraph.graph.calls import (
+    CallTree,
+    CallValues,
+    StageMembers,
+    argument_place,
+    call_tree,
+    call_values,
+    is_within,
+    result_place,
+)
 from pipegraph.graph.captured import Captured, StateEntry
 from pipegraph.graph.custom_functions import applied_functions
 from pipegraph.graph.nodes import path_of
@@ -377,6 +386,9 @@ class BlockClasses:
             "forward": (text.source,),
             "general": general,
         }
+        returned = tuple(node for node in called.makes if result_place(node, tree.call) is not None)
+        if text.has_author_results and returned:  # others only give their dtype to a value after the call
+            called = replace(called, makes=returned)
         source = self._add(called, (text.base, text.init, text.source, general), lambda: parts)
         fqns, run, of_torch = text.modules
         constructor = call(source.name), Modules(fqns | {fqn}, run | {fqn}, of_torch)

@@ -198,7 +198,9 @@ class _ModuleArguments:
                 }
                 if len(shapes) > 1 or not arguments or function.text == "nn.Parameter":
                     return None
-                columns = zip(*(value.arguments for value in values), strict=True)
+                columns = list(zip(*(value.arguments for value in values), strict=True))
+                if any(argument.value.text.startswith("*") for column in columns for argument in column):
+                    return None  # several arguments have no name
                 parts = [self._part(column, f"{name}_{column[0].name}".rstrip("_")) for column in columns]
                 return [
                     replace(value, arguments=row) for value, row in zip(values, zip(*parts, strict=True), strict=True)

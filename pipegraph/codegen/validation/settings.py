@@ -61,14 +61,17 @@ class Setting:
         return torch.empty_strided(shape, strides, dtype=self.dtype(node), device=value.device)
 
 
-def settings_of(captured: Captured) -> Iterator[list[Setting]]:
+def settings_of(captured: Captured, at_other_sizes: bool = True) -> Iterator[list[Setting]]:
     """Yield both modes, each at the sizes of the capture and at other sizes, and once another floating dtype.
 
     Of several settings in a list, the first that the captured graph takes counts: it may name sizes that the model
     takes only as a multiple of some number.
+
+    Args:
+        at_other_sizes: False if a variant is compared at other sizes.
     """
     modes = _modes(captured)
-    alternatives = list(other_sizes(captured.sizes))
+    alternatives = list(other_sizes(captured.sizes)) if at_other_sizes else []
     for training in modes:
         yield [Setting(training)]
         if alternatives:
@@ -80,8 +83,7 @@ def settings_of(captured: Captured) -> Iterator[list[Setting]]:
 def settings_of_variant(captured: Captured) -> Iterator[list[Setting]]:
     """Yield both modes, each at sizes that differ from the capture where the model takes them, as `settings_of` does.
 
-    A variant is a capture with another number of iterations of a loop. What does not depend on that number is compared
-    with the first capture.
+    A variant is a capture with another number of iterations of a loop. Its first capture is compared at its own sizes.
     """
     for training in _modes(captured):
         alternatives = [Setting(training, sizes) for sizes in other_sizes(captured.sizes)]

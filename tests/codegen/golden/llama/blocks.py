@@ -2,8 +2,8 @@
 
 rotate_half, apply_rotary_pos_emb, LlamaRotaryEmbedding, LlamaRMSNorm, LlamaAttention, LlamaMLP,
 LlamaDecoderLayer, LlamaModelStart, LlamaModelMiddle, LlamaModelEnd: the text of modeling_llama.py (Apache
-License).
-SiLUActivation: the text of activations.py (Apache License).
+License; Copyright 2022 EleutherAI and the HuggingFace Inc. team).
+SiLUActivation: the text of activations.py (Apache License; Copyright 2020 The HuggingFace Team).
 """
 
 import torch
@@ -104,9 +104,6 @@ class LlamaAttention(nn.Module):
         self,
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        attention_mask: torch.Tensor | None = None,
-        past_key_values=None,
-        **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         input_shape = hidden_states.shape[:-1]
         hidden_shape = (*input_shape, -1, self.head_dim)
@@ -173,25 +170,12 @@ class LlamaDecoderLayer(nn.Module):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        past_key_values=None,
-        use_cache: bool | None = False,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        **kwargs,
     ) -> torch.Tensor:
         residual = hidden_states
         hidden_states = self.input_layernorm(hidden_states)
         # Self Attention
-        hidden_states, _ = self.self_attn(
-            hidden_states=hidden_states,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            position_embeddings=position_embeddings,
-            **kwargs,
-        )
+        hidden_states, _ = self.self_attn(hidden_states=hidden_states, position_embeddings=position_embeddings)
         hidden_states = residual + hidden_states
 
         # Fully Connected

@@ -1,4 +1,7 @@
-"""Stage 2 of 3 of LlamaForCausalLM (hf:config.json).  Stage2: the text of modeling_llama.py (Apache License)."""
+"""Stage 2 of 3 of LlamaForCausalLM (hf:config.json).
+
+Stage2: the text of modeling_llama.py (Apache License; Copyright 2022 EleutherAI and the HuggingFace Inc. team).
+"""
 
 from torch import Tensor, nn
 

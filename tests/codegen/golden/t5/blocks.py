@@ -4,7 +4,7 @@ create_position_bias_mask: the text of sdpa_attention.py.
 T5LayerNorm, T5LayerSelfAttention, T5DenseActDense, T5LayerFF, T5Block, T5LayerSelfAttention2, T5StackStart,
 T5StackEnd, T5Attention3, T5LayerSelfAttention3, T5Attention4, T5LayerCrossAttention, T5StackStart2,
 T5Attention5, T5LayerSelfAttention4, T5Attention6, T5StackEnd2, T5ForConditionalGenerationEnd: the text of
-modeling_t5.py (Apache License).
+modeling_t5.py (Apache License; Copyright 2018 Mesh TensorFlow authors, T5 Authors and HuggingFace Inc. team).
 """
 
 import math
@@ -183,14 +183,12 @@ class T5Block(nn.Module):
         encoder_attention_mask=None,
         encoder_decoder_position_bias=None,
         past_key_values=None,
-        **kwargs,
     ):
         hidden_states, self_attn_position_bias, _ = self.layer[0](
             hidden_states,
             attention_mask=attention_mask,
             position_bias=position_bias,
             past_key_values=past_key_values,
-            **kwargs,
         )
 
         # clamp inf values to enable fp16 training
@@ -211,7 +209,6 @@ class T5Block(nn.Module):
                 attention_mask=encoder_attention_mask,
                 position_bias=encoder_decoder_position_bias,
                 past_key_values=past_key_values,
-                **kwargs,
             )
 
             # clamp inf values to enable fp16 training
