@@ -135,6 +135,7 @@ class Prediction(Entry, frozen=True, kw_only=True, rename={"stages": "costs"}):
         schedule, placement, microbatches: of a step; ``placement`` gives the rank of each stage.
         order: the actions of each rank, as a line of a schedule's CSV file has them; empty if the schedule's name says
             them.
+        edges: (producer, consumer) pairs of stages between which values pass, if the order is for stages side by side.
         value: of a step or, for a unit other than seconds, of the largest stage.
         places: the number of places for a cut; all of them were considered.
         lower_bound: no cuts at these places have a lower value, as far as segments add up to stages; None if the cuts
@@ -163,6 +164,7 @@ class Prediction(Entry, frozen=True, kw_only=True, rename={"stages": "costs"}):
     placement: Annotated[tuple[Count, ...], Meta(min_length=1)]
     microbatches: Annotated[int, Meta(ge=1, le=10**6)]
     order: tuple[LongText, ...] = ()
+    edges: tuple[tuple[Count, Count], ...] = ()
     value: Figure
     places: Count
     lower_bound: Figure | None
@@ -186,6 +188,10 @@ class Prediction(Entry, frozen=True, kw_only=True, rename={"stages": "costs"}):
             )
         if self.order and len(self.order) != len(self.memory):
             raise FieldError("order", f"it is of {len(self.order)} ranks, and memory is of {len(self.memory)}")
+        if self.edges and not self.order:
+            raise FieldError("edges", "they are those of an order, and order is empty")
+        if any(not producer < consumer < len(self.placement) for producer, consumer in self.edges):
+            raise FieldError("edges", "each leads from a stage to a later one")
         if self.memory_parts and tuple(parts.total for parts in self.memory_parts) != self.memory:
             raise FieldError("memory_parts", "its sums are not the bytes of memory")
         try:
@@ -268,7 +274,7 @@ class Prediction(Entry, frozen=True, kw_only=True, rename={"stages": "costs"}):
         silent = {"costs"} if not self.stages else set()
         silent |= {
             name
-            for name in ("order", "mesh", "resident", "memory_parts", "precision", "zero1", "allowance")
+            for name in ("order", "edges", "mesh", "resident", "memory_parts", "precision", "zero1", "allowance")
             if not getattr(self, name)
         }
         silent |= {"optimizer"} if self.optimizer == "adamw" else set()

@@ -37,6 +37,7 @@ _LEAST_CHANGE, _LARGEST_CHANGE, _SECOND_SHARE = 0.05, 0.25, 1 / 6
 _LOW_EFFORT = 0.05
 _COMPARED = tuple(choice for choice in CHOICES if choice != OFFLOAD)
 _MANY_STAGES = 32  # 4 stages on a rank are compared by default if the total is at most this number
+_SIMULATED = 2_000  # forwards of a step that is simulated for each of many cuts
 _CLOSEST = 3  # plans whose estimates do not fit that are searched all the same
 
 
@@ -176,6 +177,7 @@ def compare_plans(
     choices, shortages = choices + more_choices, shortages + more_shortages
     if not choices:
         raise _shortage(shortages, options.memory_of_ranks(ranks))
+    choices = [choice.with_branches() for choice in choices] + _side_by_side(estimates)
     best, *alternatives = pareto_front(choices)
     front = (refine_cuts(best), *alternatives)
     searched = tuple(searched_orders(front)) if searches else ()
@@ -243,6 +245,17 @@ def _competitive(choices: Sequence[CutChoice], memory: float, margin: float) -> 
 
     fitting = [choice for choice in choices if choice.peak <= memory]
     return [choice for choice in choices if not any(beats(rival, choice) for rival in fitting)]
+
+
+def _side_by_side(estimates: Sequence[CutChoice]) -> list[CutChoice]:
+    """Return the plans that fit and have stages side by side, with the best cuts near those of estimates."""
+    branched = (
+        refine_cuts(choice.with_branches())
+        for choice in estimates
+        if choice.costs.priced.chain.branch_starts
+        and choice.schedule.stages * choice.schedule.microbatches <= _SIMULATED
+    )
+    return [choice for choice in branched if choice.schedule.edges is not None and choice.fits]
 
 
 def _search_cuts(
@@ -420,7 +433,7 @@ def _compare_chosen(
     if choices:
         worthwhile = {id(choice) for choice in pareto_front([*choices.values()])}
         improved = [improve(plans[number], choice) for number, choice in choices.items() if id(choice) in worthwhile]
-        front = pareto_front(improved)
+        front = pareto_front([choice.with_branches() for choice in improved])
         searched = searched_orders(front) if searches else ()
         return PlanComparison(pareto_front([*front, *searched]), len(plans) - len(refused), tuple(refused))
     if shortages:

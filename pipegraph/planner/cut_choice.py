@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -18,9 +19,13 @@ from pipegraph.planner.solver.local_search import Incumbents, Moves, hill_climb
 from pipegraph.planner.solver.makespan import Makespan
 from pipegraph.planner.solver.prefix_sums import PrefixSums
 from pipegraph.planner.solver.solve import MemoryShortage, Solution
+from pipegraph.planner.stage_edges import stage_edges
 from pipegraph.planner.step_prediction import rank_memory, stage_times, step_seconds, unnamed_order
 from pipegraph.recompute import stages_text
 from pipegraph.schedule import Schedule
+from pipegraph.schedule.branches import NAME as BRANCHES
+from pipegraph.schedule.branches import branch_schedules, have_branches
+from pipegraph.schedule.stages import Edge
 from pipegraph.units import bytes_option, format_bytes
 
 _NONE_FITS = "No cuts that were found fit into the memory, with what several stages hold"
@@ -35,6 +40,8 @@ class CutChoice:
     Attributes:
         cuts: the segments that start a stage.
         solution: how the cuts were found; None if they were given.
+        considers_branches: whether ``schedule`` has the edges of stages side by side. Without them every stage waits
+            for the one before.
     """
 
     costs: ChainCosts = field(repr=False)
@@ -42,6 +49,7 @@ class CutChoice:
     cuts: tuple[int, ...]
     schedule: Schedule = field(repr=False)
     solution: Solution | None = field(default=None, repr=False)
+    considers_branches: bool = False
 
     @cached_property
     def value(self) -> float:
@@ -88,7 +96,11 @@ class CutChoice:
         stages, options = self.costs.stages(self.cuts), self.options
         times, chain = stage_times(stages, self.schedule, options.link), self.costs.priced.chain
         figures = zip(times.forward, times.input_grad, times.weight_grad, strict=True)
-        bound = None if self.solution is None else rounded(min(self.solution.lower_bound, self.value))
+        is_bounded = self.solution is not None and self.schedule.edges is None  # the bound is that of a chain
+        bound = (
+            rounded(min(self.solution.lower_bound, self.value)) if self.solution is not None and is_bounded else None
+        )
+        order = unnamed_order(self.schedule)
         prediction = Prediction(
             balance=options.balance,
             recompute=stages_text(options.recompute if isinstance(options.recompute, tuple) else (options.recompute,)),
@@ -96,7 +108,8 @@ class CutChoice:
             unit=self.costs.priced.unit,
             schedule=self.schedule.name,
             placement=self.schedule.placement,
-            order=unnamed_order(self.schedule),
+            order=order,
+            edges=(self.schedule.edges or ()) if order else (),
             microbatches=self.schedule.microbatches,
             value=rounded(self.value),
             places=len(chain.segments) - 1,
@@ -140,7 +153,41 @@ class CutChoice:
         edges, place = [0, *self.cuts, len(self.costs.segments)], self.cuts[number] + step
         if not edges[number] < place < edges[number + 2]:
             return None
-        return replace(self, cuts=(*self.cuts[:number], place, *self.cuts[number + 1 :]))
+        shifted = replace(self, cuts=(*self.cuts[:number], place, *self.cuts[number + 1 :]))
+        return shifted.with_branches() if self.considers_branches else shifted
+
+    def steps(self, number: int) -> list[int]:
+        """Return by how many segments to try to move a cut: by one, and to where the nearest branches begin."""
+        chain, cut = self.costs.priced.chain, self.cuts[number]
+        at = bisect_left(chain.branch_starts, cut) if self.considers_branches else 0
+        starts = chain.branch_starts[max(0, at - 1) : at + 2] if self.considers_branches else ()
+        return list(dict.fromkeys([-1, 1, *(start - cut for start in starts if start != cut)]))
+
+    def with_branches(self) -> CutChoice:
+        """Return the choice in which stages side by side do not wait for each other."""
+        edges = stage_edges(self.costs.priced.chain, self.cuts)
+        stages = len(self.cuts) + 1
+        if not have_branches(stages, edges):
+            schedule = self.options.schedule_of(stages) if self.schedule.name == BRANCHES else self.schedule
+            schedule = schedule.changed(edges=None, gradient_edges=None) if schedule.edges is not None else schedule
+        elif self.schedule.name == BRANCHES:
+            schedule = min(self._branch_schedules(edges), key=lambda order: self._with_order(order).value)
+        else:
+            schedule = self.schedule.changed(edges=edges, gradient_edges=edges)
+        return replace(self, schedule=schedule, considers_branches=True)
+
+    def branch_orders(self) -> Iterator[CutChoice]:
+        """Yield the choice in the orders for stages side by side, each on a rank of its own; none without branches."""
+        edges, schedule = self.schedule.edges, self.schedule
+        if edges is not None and schedule.trains and schedule.placement == tuple(range(schedule.ranks)):
+            yield from map(self._with_order, self._branch_schedules(edges))
+
+    def _branch_schedules(self, edges: tuple[Edge, ...]) -> Iterator[Schedule]:
+        times = stage_times(self.costs.stages(self.cuts), self.schedule, self.options.link)
+        return branch_schedules(times, self.schedule.microbatches, edges, edges)
+
+    def _with_order(self, schedule: Schedule) -> CutChoice:
+        return replace(self, schedule=schedule, options=replace(self.options, schedule=schedule), solution=None)
 
     def _shifted(self, number: int, step: int) -> ShiftedCut | None:
         choice = self.shift(number, step)
@@ -196,9 +243,9 @@ def _leanest(choice: CutChoice) -> CutChoice:
 
 
 def _moved_while_better(choice: CutChoice, figure: Callable[[CutChoice], float], least_gain: float = 0.0) -> CutChoice:
-    """Move single cuts by a segment for as long as that makes a figure smaller, by more than a part of it."""
+    """Move single cuts to a segment nearby for as long as that makes a figure smaller, by more than a part of it."""
     while True:
-        shifted = (choice.shift(number, step) for number in range(len(choice.cuts)) for step in (-1, 1))
+        shifted = (choice.shift(number, step) for number in range(len(choice.cuts)) for step in choice.steps(number))
         best = min((cuts for cuts in shifted if cuts is not None), key=figure, default=choice)
         if figure(best) >= figure(choice) * (1 - least_gain):
             return choice
@@ -230,7 +277,7 @@ def improve_cuts(choice: CutChoice) -> CutChoice:
 
 def given_cuts(costs: ChainCosts, options: PlanOptions, cuts: Sequence[int], instead: str) -> CutChoice:
     """Return a choice of given cuts. Raises a MemoryShortage with the advice ``instead`` if they do not fit."""
-    choice = CutChoice(costs, options, tuple(cuts), options.schedule_of(len(cuts) + 1))
+    choice = CutChoice(costs, options, tuple(cuts), options.schedule_of(len(cuts) + 1)).with_branches()
     if not choice.fits:
         raise _shortage(choice, "These cuts do not fit into the memory", instead)
     return choice

@@ -292,7 +292,7 @@ def plan(
     options = options.on_ranks(options.schedule_of(len(starts) + 1).ranks)
     cut_plan = _cut(captured, split_points, starts)
     if recompute == AUTO:
-        chosen = choose_recompute_at(captured, options, starts)
+        chosen = choose_recompute_at(captured, options, starts).with_branches()
         cut_plan = replace(cut_plan.predicted(chosen.predict()), priced=chosen.costs.priced)
         return cut_plan.with_relays() if relay_skips else cut_plan
     options = replace(options, recompute=parse_recompute(captured, recompute, len(starts) + 1))
@@ -327,10 +327,10 @@ def _best_plan(captured: Captured, options: PlanOptions, stages: int, is_auto: b
     options = options.on_ranks(options.schedule_of(stages).ranks)
     options.check_parameters_fit(captured)
     if is_auto or isinstance(options.recompute, tuple) or options.rank_profiles is not None:
-        return plan_of(captured, choose_recompute(captured, options, stages, is_auto))
+        return plan_of(captured, choose_recompute(captured, options, stages, is_auto).with_branches())
     costs = options.price(captured, stages=stages)
     try:
-        return plan_of(captured, refine_cuts(choose_cuts(costs, options, stages)))
+        return plan_of(captured, refine_cuts(choose_cuts(costs, options, stages).with_branches()))
     except MemoryShortage as shortage:
         if options.recompute == _BLOCK:
             raise

@@ -82,6 +82,8 @@ class PlanFile(Prediction, frozen=True, kw_only=True):
         """Raise FieldError if the order is not one of the stages, or cannot run."""
         try:
             schedule = from_csv("\n".join(self.order) + "\n", self.schedule, transfers=False)
+            if self.edges:
+                schedule = schedule.changed(edges=self.edges, gradient_edges=self.edges)
             check(schedule)
         except ScheduleError as error:
             raise FieldError("order", str(error).partition("\n")[0]) from None

@@ -22,7 +22,8 @@ _EFFORT = 0.1
 
 
 def searched_orders(choices: Iterable[CutChoice]) -> Iterator[CutChoice]:
-    """Yield the fastest plans with the orders that `search` finds for them, if these save enough time.
+    """Yield the fastest plans with the orders that `search` finds for them, if these save enough time, and with those
+    for stages side by side.
 
     An order keeps no more activations on a rank than some rank has in the schedule of its plan, and fits the memory.
 
@@ -32,6 +33,7 @@ def searched_orders(choices: Iterable[CutChoice]) -> Iterator[CutChoice]:
     for choice in list(choices)[:SEARCHED]:
         if (searched := _searched(choice)) is not None:
             yield searched
+        yield from (order for order in choice.branch_orders() if order.fits)
 
 
 def _searched(choice: CutChoice) -> CutChoice | None:
@@ -46,6 +48,7 @@ def _searched(choice: CutChoice) -> CutChoice | None:
     if schedule is None:
         return None
     searched = replace(choice, schedule=schedule, options=replace(options, schedule=schedule), solution=None)
+    searched = searched.with_branches()
     is_worth_it = searched.value < choice.value * (1 - LEAST_GAIN)
     return searched if is_worth_it and searched.fits else None
 

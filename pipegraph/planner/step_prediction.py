@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 import numpy as np
@@ -21,6 +21,8 @@ from pipegraph.planner.solver.makespan import Links, Makespan
 from pipegraph.planner.solver.memory_need import MemoryNeed, MemoryParts
 from pipegraph.planner.solver.prefix_sums import PrefixSums
 from pipegraph.schedule import CollectiveKind, Schedule, Timeline, Times, build, from_csv, simulate, to_csv
+from pipegraph.schedule.branches import have_branches
+from pipegraph.schedule.stages import Edge
 from pipegraph.units import format_number_of
 
 
@@ -42,7 +44,8 @@ def step_seconds(
     stages: Sequence[SegmentCost], schedule: Schedule, link: Links | None = None, host_link: Link | None = None
 ) -> float:
     """Return the seconds of a step, as `simulate` computes them. The links are as for `stage_times`."""
-    if host_link is not None and any(stage.offloaded_bytes for stage in stages):
+    offloads = host_link is not None and any(stage.offloaded_bytes for stage in stages)
+    if offloads or schedule.edges is not None:
         return simulate(schedule, stage_times(stages, schedule, link, host_link)).makespan
     cuts = np.arange(1, len(stages))
     return float(Makespan(PrefixSums(stages), schedule, link).values(cuts[None])[0])
@@ -85,18 +88,24 @@ class PlannedStep:
         placement: the rank of each stage.
         microbatches: the number of microbatches.
         order: the actions of each rank as lines of a CSV file, if the name does not say them.
+        edges, gradient_edges: between stages, if some stand side by side.
     """
 
     schedule: str
     placement: tuple[int, ...]
     microbatches: int
     order: tuple[str, ...] = ()
+    edges: tuple[Edge, ...] | None = field(default=None, compare=False)
+    gradient_edges: tuple[Edge, ...] | None = field(default=None, compare=False)
 
     @classmethod
     def from_manifest(cls, manifest: Manifest) -> PlannedStep | None:
         """Return the step; None if the package was cut at given points, or into equal numbers of segments."""
         plan = manifest.prediction
-        return None if plan is None else cls(plan.schedule, plan.placement, plan.microbatches, plan.order)
+        if plan is None:
+            return None
+        edges = branch_edges(manifest) or (None, None)
+        return cls(plan.schedule, plan.placement, plan.microbatches, plan.order, *edges)
 
     @property
     def ranks(self) -> int:
@@ -105,7 +114,8 @@ class PlannedStep:
     def to_schedule(self) -> Schedule | None:
         """Return the schedule; None if neither the plan nor the name has its order, which is in a file then."""
         if self.order:
-            return from_csv("\n".join(self.order) + "\n", self.schedule, transfers=False)
+            schedule = from_csv("\n".join(self.order) + "\n", self.schedule, transfers=False)
+            return schedule.changed(edges=self.edges, gradient_edges=self.gradient_edges)
         try:
             schedule = build(self.schedule, self.ranks, self.microbatches, len(self.placement) // self.ranks)
         except ScheduleError:
@@ -119,6 +129,13 @@ class PlannedStep:
 
     def __str__(self) -> str:
         return describe_step(self.schedule, self.microbatches, self.ranks)
+
+
+def branch_edges(manifest: Manifest) -> tuple[tuple[Edge, ...], tuple[Edge, ...]] | None:
+    """Return the edges between the stages of a package, and those over which a gradient returns; None if no stages
+    stand side by side."""
+    edges = manifest.edges()
+    return (edges, manifest.gradient_edges()) if have_branches(len(manifest.stages), edges) else None
 
 
 def describe_step(schedule: str, microbatches: int, ranks: int) -> str:
@@ -180,6 +197,9 @@ def predict_step(
             for kind in (CollectiveKind.UNSHARD, CollectiveKind.REDUCE_GRAD)
         )
         times = replace(times, unshard=unshard, reduce_grad=reduce_grad)
+        edges = branch_edges(manifest) if schedule.edges is None and not schedule.lowered else None
+        if edges is not None:
+            schedule = schedule.changed(edges=edges[0], gradient_edges=edges[1])
         timeline = simulate(schedule, times)
         if in_turn:
             step = sum(times.of(action) for row in schedule.actions for action in row)

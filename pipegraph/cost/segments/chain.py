@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 
 import torch
@@ -69,6 +70,27 @@ class Chain:
     def nodes(self, start: int, stop: int) -> tuple[fx.Node, ...]:
         """The operations of the segments ``start`` … ``stop`` − 1."""
         return self.captured.nodes[self.segments[start].start : self.segments[stop - 1].stop]
+
+    @cached_property
+    def edges(self) -> tuple[tuple[int, int], ...]:
+        """(producer, consumer) pairs of segments between which a value with a gradient passes, ascending.
+
+        Other values are left out: masks and positions are computed again in each stage that reads them.
+        """
+        segment_of = {node: index for index in range(len(self.segments)) for node in self.nodes(index, index + 1)}
+        pairs = {
+            (segment_of[value], index)
+            for node, index in segment_of.items()
+            for value in node.all_input_nodes
+            if value in segment_of and value.meta.get("requires_grad")
+        }
+        return tuple(sorted((producer, consumer) for producer, consumer in pairs if producer != consumer))
+
+    @cached_property
+    def branch_starts(self) -> tuple[int, ...]:
+        """The segments that take nothing from the segment before: a branch begins with each, or two join."""
+        following = {consumer for producer, consumer in self.edges if producer + 1 == consumer}
+        return tuple(index for index in range(1, len(self.segments)) if index not in following)
 
     @property
     def layers(self) -> tuple[range, ...]:
