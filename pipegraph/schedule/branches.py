@@ -1,12 +1,12 @@
-"""Orders for stages of which some stand side by side: the branches of a model, each on ranks of its own.
+"""Orders for a model with branches, of which each has ranks of its own.
 
   stage 0 ──▶ stage 1 ──┐
                         ├──▶ stage 4
   stage 2 ──▶ stage 3 ──┘
 
-A stage starts as many forwards before its first backward as there are stages from it to the end of the model, and not
-as there are ranks after its own (GraphPipe: Jeon et al., arXiv:2406.17145). So stages 0 and 2 hold three activations,
-and no branch waits for another one.
+The number of forwards before the first backward of a stage is the number of stages from it to the end of the model,
+not the number of ranks after it (GraphPipe: Jeon et al., arXiv:2406.17145). Stages 0 and 2 hold three activations, and
+no branch waits for another one.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ def branch_schedules(
     """
     stages = len(times.forward)
     ahead = stages_to_end(stages, edges)
-    whole = [_one_forward_one_backward(count, microbatches, Kind.B) for count in ahead]
+    joined = [_one_forward_one_backward(count, microbatches, Kind.B) for count in ahead]
     divided = [_one_forward_one_backward(count, microbatches, Kind.I) for count in ahead]
     plain = Schedule(
         NAME,
         tuple(range(stages)),
         microbatches,
-        _actions(whole),
+        _actions(joined),
         edges=tuple(edges),
         gradient_edges=tuple(gradient_edges),
     )
@@ -77,7 +77,7 @@ def _actions(rows: Sequence[Row]) -> tuple[tuple[Action, ...], ...]:
 
 
 def _one_forward_one_backward(ahead: int, microbatches: int, backward: Kind) -> Row:
-    """The actions of a stage that runs up to ``ahead`` forwards before its first backward."""
+    """The actions of a stage that runs at most ``ahead`` forwards before its first backward."""
     ahead = min(ahead, microbatches)
     row: Row = [(Kind.F, microbatch) for microbatch in range(ahead)]
     for microbatch in range(microbatches):
@@ -107,11 +107,11 @@ class _Filled:
         self._clock = [0.0] * len(rows)
         self._ends: dict[tuple[Kind, int, int], float] = {}
         self._waiting: list[deque[int]] = [deque() for _ in rows]  # microbatches whose W is not run
-        self._held = [0] * len(rows)
+        self._activations = [0] * len(rows)
         self.rows: list[Row] = [[] for _ in rows]
-        left = [deque(row) for row in rows]
-        while any(left):
-            for stage, row in enumerate(left):
+        remaining = [deque(row) for row in rows]
+        while any(remaining):
+            for stage, row in enumerate(remaining):
                 while row and (ready := self._ready(stage, *row[0])) is not None:
                     self._run(stage, *row.popleft(), ready)
         for stage in range(len(rows)):
@@ -120,20 +120,20 @@ class _Filled:
 
     def _ready(self, stage: int, kind: Kind, microbatch: int) -> float | None:
         """When the values and gradients that an action needs are there; None if an action before it is not run."""
-        needed: StagesByStage = self._producers[kind]
+        producers: StagesByStage = self._producers[kind]
         arrivals = [0.0]
-        for other in needed.get(stage, ()):
-            end = self._ends.get((kind, other, microbatch))
+        for producer in producers.get(stage, ()):
+            end = self._ends.get((kind, producer, microbatch))
             if end is None:
                 return None
-            edge = (min(stage, other), max(stage, other))
+            edge = (min(stage, producer), max(stage, producer))
             arrivals.append(end + self._times.hop_of(edge) + self._times.transfer_of(edge))
         return max(arrivals)
 
     def _run(self, stage: int, kind: Kind, microbatch: int, ready: float) -> None:
         duration = self._times.weight_grad[stage]
         waiting = self._waiting[stage]
-        is_full = kind is Kind.F and self._held[stage] == self._limits[stage]
+        is_full = kind is Kind.F and self._activations[stage] == self._limits[stage]
         while waiting and (is_full or self._clock[stage] + duration <= ready):
             self._run_weight_grad(stage)
             is_full = False
@@ -142,11 +142,11 @@ class _Filled:
         self._ends[kind, stage, microbatch] = self._clock[stage]
         self.rows[stage].append((kind, microbatch))
         if kind is Kind.F:
-            self._held[stage] += 1
+            self._activations[stage] += 1
         else:
             waiting.append(microbatch)
 
     def _run_weight_grad(self, stage: int) -> None:
         self.rows[stage].append((Kind.W, self._waiting[stage].popleft()))
         self._clock[stage] += self._times.weight_grad[stage]
-        self._held[stage] -= 1
+        self._activations[stage] -= 1

@@ -95,7 +95,7 @@ class CallTargets:
         self._bodies = {body.key: body for body in bodies}
         self._functions = {name for owner, name in self._bodies if not owner}
         self._forwards = frozenset(key for key in self._bodies if key[0] and key[1] == FORWARD)
-        # Class ("" for any) and attribute → what calls of a module in it may run.
+        # Class ("" for any) and attribute → the functions that calls of a module in it may run.
         self._forwards_of: dict[tuple[str, str], set[Key]] = {}
         trees = {owner: ast.parse(text) for owner, text in constructors.items()}
         attributes = {owner: _attributes(tree) for owner, tree in trees.items()}
@@ -114,13 +114,13 @@ class CallTargets:
             for place in ("", owner):
                 self._forwards_of.setdefault((place, attribute), set()).update((name, FORWARD) for name in classes)
 
-    def of(self, body: Body, call: ast.Call) -> frozenset[Key]:
+    def targets(self, body: Body, call: ast.Call) -> frozenset[Key]:
         """The functions that a call in a body may run and that take its arguments."""
-        targets = (key for key in self._of(body, call.func) if key in self._bodies)
+        targets = (key for key in self._candidates(body, call.func) if key in self._bodies)
         return frozenset(key for key in targets if may_take(self._bodies[key].tree.args, call, bool(key[0])))
 
     def passed(self, body: Body) -> Iterator[Key]:
-        """Yield the functions that a body passes on: what calls them and with which arguments is not known."""
+        """Yield the functions that a body passes on: their callers and arguments are not known."""
         for node in body.nodes:
             if not isinstance(node, (ast.Name, ast.Attribute)) or not isinstance(node.ctx, ast.Load):
                 continue
@@ -142,7 +142,7 @@ class CallTargets:
             elif node.id in body.sources:
                 yield from self._modules_in(body, body.sources[node.id])
 
-    def _of(self, body: Body, function: ast.expr) -> frozenset[Key]:
+    def _candidates(self, body: Body, function: ast.expr) -> frozenset[Key]:
         match function:
             case ast.Name(name) if name in body.sources:
                 return frozenset(self._modules_in(body, body.sources[name])) or self._forwards
@@ -164,7 +164,7 @@ class CallTargets:
         return self._forwards
 
     def _modules_in(self, body: Body, values: Iterable[ast.AST]) -> Iterator[Key]:
-        """Yield what calls of the modules in expressions may run. What most calls return is no module."""
+        """Yield the functions that calls of the modules in expressions may run. Most calls return no modules."""
         for node in values:
             match node:
                 case ast.Call(ast.Name(name), arguments) if name in _ITERATION:
@@ -180,7 +180,7 @@ class CallTargets:
                     yield from self._modules_in(body, ast.iter_child_nodes(node))
 
     def _modules_at(self, body: Body, attribute: ast.Attribute) -> AbstractSet[Key]:
-        """What calls of the modules in an attribute may run."""
+        """The functions that calls of the modules in an attribute may run."""
         is_own = isinstance(attribute.value, ast.Name) and attribute.value.id == _SELF
         return self._forwards_of.get((body.key[0] if is_own else "", attribute.attr), frozenset())
 
@@ -195,13 +195,13 @@ def _attributes(tree: ast.AST) -> set[str]:
 
 def _made_by(name: str, trees: Mapping[str, ast.Module]) -> set[str]:
     """A class, the classes that its constructor makes, and those that they make."""
-    made, waiting = set[str](), [name]
+    classes, waiting = set[str](), [name]
     while waiting:
         owner = waiting.pop()
-        if owner not in made:
-            made.add(owner)
+        if owner not in classes:
+            classes.add(owner)
             waiting += _names(trees[owner]) & trees.keys()
-    return made
+    return classes
 
 
 def positional(arguments: ast.arguments, is_method: bool) -> list[str]:
@@ -212,7 +212,7 @@ def positional(arguments: ast.arguments, is_method: bool) -> list[str]:
 def may_take(arguments: ast.arguments, call: ast.Call, is_method: bool) -> bool:
     """Return whether a function may be called with these arguments."""
     names = positional(arguments, is_method)
-    known = {*names, *(argument.arg for argument in arguments.kwonlyargs)}
+    named = {*names, *(argument.arg for argument in arguments.kwonlyargs)}
     has_star = any(isinstance(value, ast.Starred) for value in call.args)
     keywords = {keyword.arg for keyword in call.keywords}
     required = set(names[: len(names) - len(arguments.defaults)])
@@ -224,6 +224,6 @@ def may_take(arguments: ast.arguments, call: ast.Call, is_method: bool) -> bool:
     passed = {*names[: len(call.args)], *keywords}
     return (
         (has_star or arguments.vararg is not None or len(call.args) <= len(names))
-        and (arguments.kwarg is not None or keywords - {None} <= known)
+        and (arguments.kwarg is not None or keywords - {None} <= named)
         and (has_star or None in keywords or required <= passed)
     )

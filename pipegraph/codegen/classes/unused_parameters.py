@@ -44,15 +44,19 @@ def without_unused_parameters(
         functions, blocks: of ``blocks.py``.
         stages: the classes of the stages.
     """
-    texts = {("", source.name): _Text(source.author_text) for source in functions}
-    texts |= {(cls.name, FORWARD): _Text(cls.author_text) for cls in (*blocks, *stages) if cls.author_text is not None}
+    texts = {("", source.name): _AuthorFunctions(source.author_text) for source in functions}
+    texts |= {
+        (cls.name, FORWARD): _AuthorFunctions(cls.author_text)
+        for cls in (*blocks, *stages)
+        if cls.author_text is not None
+    }
     written = {cls.name: cls for cls in (*blocks, *stages) if cls.author_text is None and cls.forward}
     fixed = {(name, FORWARD) for name in (*written, *(stage.name for stage in stages))}
     constructors = {cls.name: _constructor(cls) for cls in (*blocks, *stages)}
     while True:
         bodies = [body for key, text in texts.items() for body in text.bodies(key)]
-        of_classes = {("", name) for text in texts.values() for name in text.names_in_classes}
-        usage = _Usage(bodies, [_written_body(cls) for cls in written.values()], constructors, fixed | of_classes)
+        names_in_classes = {("", name) for text in texts.values() for name in text.names_in_classes}
+        usage = _Usage(bodies, [_written_body(cls) for cls in written.values()], constructors, fixed | names_in_classes)
         new_texts = {key: text.edited(key, usage) for key, text in texts.items()}
         new_written = {name: _with_calls(cls, usage) for name, cls in written.items()}
         if new_texts == texts and new_written == written:
@@ -103,7 +107,7 @@ def _constructor(cls: ClassSource) -> str:
 # ---- texts -----------------------------------------------------------------------------------------------------------
 
 
-class _Text:
+class _AuthorFunctions:
     """The text of a function or of the methods of a class.
 
     Attributes:
@@ -114,7 +118,7 @@ class _Text:
         self.source = source
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Text) and self.source.functions == other.source.functions
+        return isinstance(other, _AuthorFunctions) and self.source.functions == other.source.functions
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -142,7 +146,7 @@ class _Text:
             tree = parsed(function)
             yield Body((key[0], tree.name), tree)
 
-    def edited(self, key: Key, usage: _Usage) -> _Text:
+    def edited(self, key: Key, usage: _Usage) -> _AuthorFunctions:
         """The text without what is unused."""
         texts, places = [], list[tuple[str, int]]()
         file = next((file for file, number in self.source.places if number), "")
@@ -162,7 +166,7 @@ class _Text:
         if tuple(texts) == self.source.functions:
             return self
         names = set(re.findall(r"\w+", "\n".join(texts)))
-        return _Text(
+        return _AuthorFunctions(
             replace(
                 self.source,
                 functions=tuple(texts),
@@ -177,12 +181,12 @@ def _edited(function: Sequence[TextLine], body: Body, usage: _Usage) -> list[Tex
     """A function without unused parameters and arguments."""
     remaining = list(function)
     edits = [edit for call in body.calls for edit in _edits(call, usage.unused_parts(body, call))]
-    outermost = [edit for edit in edits if not any(_is_inside(edit, other) for other in edits)]
+    outermost = [edit for edit in edits if not any(_is_inside(edit, outer) for outer in edits)]
     for edit in sorted(outermost, reverse=True):  # from the end, so that the places of the others stay right
         remaining = with_short_statement(present(edited(remaining, [edit])), edit.start[0])
     for statement in reversed(usage.empty_assignments(body)):
         place = next(
-            node for node in ast.walk(parsed(remaining)) if isinstance(node, ast.Assign) and _same(node, statement)
+            node for node in ast.walk(parsed(remaining)) if isinstance(node, ast.Assign) and _are_equal(node, statement)
         )
         remaining = without_statement(remaining, place)
     if unused := usage.unused_parameters(body.key):
@@ -190,12 +194,12 @@ def _edited(function: Sequence[TextLine], body: Body, usage: _Usage) -> list[Tex
     return simplified_text(remaining, {}) if remaining != list(function) else remaining
 
 
-def _same(node: ast.AST, other: ast.AST) -> bool:
-    return ast.dump(node) == ast.dump(other)
+def _are_equal(node: ast.AST, expected: ast.AST) -> bool:
+    return ast.dump(node) == ast.dump(expected)
 
 
-def _is_inside(edit: Edit, other: Edit) -> bool:
-    return edit != other and other.start <= edit.start and edit.end <= other.end
+def _is_inside(edit: Edit, outer: Edit) -> bool:
+    return edit != outer and outer.start <= edit.start and edit.end <= outer.end
 
 
 def _edits(call: ast.Call, unused: AbstractSet[int]) -> Iterator[Edit]:
@@ -205,13 +209,13 @@ def _edits(call: ast.Call, unused: AbstractSet[int]) -> Iterator[Edit]:
         unused: the arguments, by their ``id``.
     """
     parts = sorted(_parts(call), key=start_of)
-    kept: Part | None = None
+    previous: Part | None = None
     runs = [(is_unused, list(group)) for is_unused, group in groupby(parts, key=lambda part: id(part) in unused)]
     for at, (is_unused, run) in enumerate(runs):
         if not is_unused:
-            kept = run[-1]
-        elif kept is not None:
-            yield Edit(end_of(kept), end_of(run[-1]), "")
+            previous = run[-1]
+        elif previous is not None:
+            yield Edit(end_of(previous), end_of(run[-1]), "")
         elif at + 1 < len(runs):
             yield Edit(start_of(run[0]), start_of(runs[at + 1][1][0]), "")
         else:
@@ -244,21 +248,21 @@ class _Usage:
     ) -> None:
         self.bodies = {body.key: body for body in (*written, *texts)}
         self._texts = frozenset(body.key for body in texts)
-        targets = CallTargets(self.bodies.values(), constructors)
-        self._calls = [(body, call, targets.of(body, call)) for body in texts for call in body.calls]
+        call_targets = CallTargets(self.bodies.values(), constructors)
+        self._calls = [(body, call, call_targets.targets(body, call)) for body in texts for call in body.calls]
         for body in written:  # equal calls change together
             of_text: dict[str, set[Key]] = {}
             for call in body.calls:
-                of_text.setdefault(ast.unparse(call), set()).update(targets.of(body, call))
+                of_text.setdefault(ast.unparse(call), set()).update(call_targets.targets(body, call))
             self._calls += [(body, call, frozenset(of_text[ast.unparse(call)])) for call in body.calls]
         called = {key for _, _, keys in self._calls for key in keys}
-        passed_on = {key for body in self.bodies.values() for key in targets.passed(body)}
+        passed_on = {key for body in self.bodies.values() for key in call_targets.passed(body)}
         self._fixed = {key for key in self.bodies if key in fixed or key in passed_on or key not in called}
         self._passed: set[Parameter] = set()
         self._keywords: dict[Key, set[str]] = {key: {_ANY} for key in self._fixed}  # the names in ``**kwargs``
         self._learn_passed()
         self._used: set[Parameter] = {(key, name) for key in self._fixed for name in self._named(key)}
-        self._kept: set[int] = set()  # arguments that stay, by their ``id``
+        self._used_parts: set[int] = set()  # arguments that stay, by their ``id``
         self._learn_used()
 
     def unused_parameters(self, key: Key) -> set[str]:
@@ -269,13 +273,13 @@ class _Usage:
 
     def unused_parts(self, body: Body, call: ast.Call) -> set[int]:
         """The arguments of a call that nothing reads, by their ``id``."""
-        return {id(part) for part in _parts(call) if body.key in self._texts and id(part) not in self._kept}
+        return {id(part) for part in _parts(call) if body.key in self._texts and id(part) not in self._used_parts}
 
     def unused_names(self, key: Key) -> dict[str, set[str]]:
         """The names of the arguments that nothing reads, by the text of the call, in a function from the graph."""
         names: dict[str, set[str]] = {}
         for call in self.bodies[key].calls:
-            unused = {part.arg for part in call.keywords if part.arg is not None and id(part) not in self._kept}
+            unused = {part.arg for part in call.keywords if part.arg is not None and id(part) not in self._used_parts}
             if unused:
                 names.setdefault(ast.unparse(call), set()).update(unused)
         return names
@@ -297,7 +301,7 @@ class _Usage:
     def _learn_passed(self) -> None:
         """Find the parameters that calls pass, and what ``**kwargs`` may have."""
         while True:
-            before = len(self._passed), sum(map(len, self._keywords.values()))
+            sizes = len(self._passed), sum(map(len, self._keywords.values()))
             for body, call, keys in self._calls:
                 for key in keys:
                     kwargs = self.bodies[key].tree.args.kwarg
@@ -307,7 +311,7 @@ class _Usage:
                         if kwargs is not None and kwargs.arg in names:
                             unknown = self._names(body, part) if isinstance(part, ast.keyword) else {_ANY}
                             self._keywords.setdefault(key, set()).update(unknown - set(self._named(key)))
-            if before == (len(self._passed), sum(map(len, self._keywords.values()))):
+            if sizes == (len(self._passed), sum(map(len, self._keywords.values()))):
                 return
 
     def _names(self, body: Body, keyword: ast.keyword) -> set[str]:
@@ -350,14 +354,14 @@ class _Usage:
             (body.key, node.id, self._around(body, node)) for body in self.bodies.values() for node in _loads(body)
         ]
         while True:
-            before = len(self._used), len(self._kept)
+            sizes = len(self._used), len(self._used_parts)
             for body, call, part, keys in parts:
                 names = {(key, name) for key in keys for name in self._parameters(body, key, call, part)}
                 if not self._is_optional(body, part, keys) or not self._used.isdisjoint(names):
-                    self._kept.add(id(part))
+                    self._used_parts.add(id(part))
                     self._used |= names
-            self._used |= {(key, name) for key, name, around in reads if around <= self._kept}
-            if before == (len(self._used), len(self._kept)):
+            self._used |= {(key, name) for key, name, around in reads if around <= self._used_parts}
+            if sizes == (len(self._used), len(self._used_parts)):
                 return
 
     def _is_optional(self, body: Body, part: Part, keys: AbstractSet[Key]) -> bool:
@@ -393,10 +397,10 @@ class _Usage:
         arguments = self.bodies[key].tree.args
         names = positional(arguments, bool(key[0]))
         if isinstance(part, ast.keyword):
-            known = {*names, *(argument.arg for argument in arguments.kwonlyargs)}
+            named = {*names, *(argument.arg for argument in arguments.kwonlyargs)}
             stars = {arguments.kwarg.arg} if arguments.kwarg is not None else set()
             passed = self._names(body, part)
-            return {*known, *stars} if _ANY in passed else passed & known | (stars if passed - known else set())
+            return {*named, *stars} if _ANY in passed else passed & named | (stars if passed - named else set())
         at = next(at for at, argument in enumerate(call.args) if argument is part)
         star = next((at for at, argument in enumerate(call.args) if isinstance(argument, ast.Starred)), at + 1)
         stars = {arguments.vararg.arg} if arguments.vararg is not None else set()
