@@ -19,6 +19,8 @@ TITLES = {
     "defaults": "What a default costs its user",
 }
 
+_SMALL = 0.002  # of the limit
+
 Rows = list[list[str]]
 
 
@@ -41,10 +43,12 @@ def markdown(runs: Sequence[dict[str, Any]]) -> str:
         return "Nothing is kept: no run has been measured on a quiet machine since the contenders are at their best.\n"
     parts = []
     for run in runs:
-        for title, (columns, *rows) in tables(run):
-            ruler = ["---", *["---:"] * (len(columns) - 1)]
-            lines = ("| " + " | ".join(row) + " |" for row in (columns, ruler, *rows))
-            parts.append(f"### {title}\n\n" + "\n".join(lines) + "\n")
+        title, contenders = next(iter(tables(run)))
+        columns, *rows = (row[:-1] for row in contenders)  # the last column follows from the one before
+        ruler = ["---", *["---:"] * (len(columns) - 1)]
+        lines = ("| " + " | ".join(row) + " |" for row in (columns, ruler, *rows))
+        parts.append(f"### {title}\n\n" + "\n".join(lines) + "\n")
+        parts += [_largest_causes(pipeline, account) + "\n" for pipeline, account in run["accounts"].items()]
         wrong = "".join(f"\n{name} was wrong and not timed: {mistake}.\n" for name, mistake in run["wrong"].items())
         parts.append(conditions(run) + "\n" + wrong)
     return "\n".join(parts)
@@ -83,6 +87,17 @@ def _contenders(run: dict[str, Any]) -> Rows:
         )
         rows.append([name, ", ".join(contender["at"]), f"{contender['seconds']:.3f}", *ratios])
     return rows
+
+
+def _largest_causes(pipeline: str, account: dict[str, Any]) -> str:
+    """Return the causes of an account that take a part of the limit that is worth a word, the largest first."""
+    parts = {
+        cause: sum(rank[cause] for rank in account["ranks"]) / len(account["ranks"]) / account["limit"]
+        for cause in CAUSES
+    }
+    largest = sorted((cause for cause in parts if abs(parts[cause]) >= _SMALL), key=lambda cause: -abs(parts[cause]))
+    listed = ", ".join(f"{cause.replace('_', ' ')} {parts[cause]:+.3f}" for cause in largest)
+    return f"The time of {pipeline} beyond the limit, as parts of the limit: {listed}."
 
 
 def _account(account: dict[str, Any]) -> Rows:
