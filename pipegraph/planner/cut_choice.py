@@ -19,13 +19,12 @@ from pipegraph.planner.solver.local_search import Incumbents, Moves, hill_climb
 from pipegraph.planner.solver.makespan import Makespan
 from pipegraph.planner.solver.prefix_sums import PrefixSums
 from pipegraph.planner.solver.solve import MemoryShortage, Solution
-from pipegraph.planner.stage_edges import stage_edges
+from pipegraph.planner.stage_edges import StageEdges, stage_edges
 from pipegraph.planner.step_prediction import rank_memory, stage_times, step_seconds, unnamed_order
 from pipegraph.recompute import stages_text
 from pipegraph.schedule import Schedule
 from pipegraph.schedule.branches import NAME as BRANCHES
 from pipegraph.schedule.branches import branch_schedules, have_branches
-from pipegraph.schedule.stages import Edge
 from pipegraph.units import bytes_option, format_bytes
 
 _NONE_FITS = "No cuts that were found fit into the memory, with what several stages hold"
@@ -167,24 +166,25 @@ class CutChoice:
         """Return the choice in which stages side by side do not wait for each other."""
         edges = stage_edges(self.costs.priced.chain, self.cuts)
         stages = len(self.cuts) + 1
-        if not have_branches(stages, edges):
+        if not have_branches(stages, edges.values):
             schedule = self.options.schedule_of(stages) if self.schedule.name == BRANCHES else self.schedule
             schedule = schedule.changed(edges=None, gradient_edges=None) if schedule.edges is not None else schedule
         elif self.schedule.name == BRANCHES:
             schedule = min(self._branch_schedules(edges), key=lambda order: self._with_order(order).value)
         else:
-            schedule = self.schedule.changed(edges=edges, gradient_edges=edges)
+            schedule = self.schedule.changed(edges=edges.values, gradient_edges=edges.gradients)
         return replace(self, schedule=schedule, considers_branches=True)
 
     def branch_orders(self) -> Iterator[CutChoice]:
         """Yield the choice in the orders for stages side by side, each on a rank of its own; none without branches."""
-        edges, schedule = self.schedule.edges, self.schedule
-        if edges is not None and schedule.trains and schedule.placement == tuple(range(schedule.ranks)):
+        schedule = self.schedule
+        if schedule.edges is not None and schedule.trains and schedule.placement == tuple(range(schedule.ranks)):
+            edges = stage_edges(self.costs.priced.chain, self.cuts)
             yield from map(self._with_order, self._branch_schedules(edges))
 
-    def _branch_schedules(self, edges: tuple[Edge, ...]) -> Iterator[Schedule]:
+    def _branch_schedules(self, edges: StageEdges) -> Iterator[Schedule]:
         times = stage_times(self.costs.stages(self.cuts), self.schedule, self.options.link)
-        return branch_schedules(times, self.schedule.microbatches, edges, edges)
+        return branch_schedules(times, self.schedule.microbatches, *edges)
 
     def _with_order(self, schedule: Schedule) -> CutChoice:
         return replace(self, schedule=schedule, options=replace(self.options, schedule=schedule), solution=None)

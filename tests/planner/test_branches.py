@@ -19,6 +19,7 @@ from pipegraph.planner.plan import plan_of
 from pipegraph.planner.plan_file import PlanFile
 from pipegraph.planner.plan_options import PlanOptions
 from pipegraph.planner.searched_order import searched_orders
+from pipegraph.planner.stage_edges import StageEdges, stage_edges
 from pipegraph.planner.step_prediction import PlannedStep, predict_step
 from pipegraph.schedule import build, peak_activations
 from pipegraph.schedule.branches import NAME
@@ -96,6 +97,20 @@ def test_a_chain_has_no_branches() -> None:
     assert chosen.with_branches().schedule == chosen.schedule
     assert chosen.with_branches().value == chosen.value
     assert not list(chosen.with_branches().branch_orders())
+
+
+def test_a_frozen_tower_and_evaluation_wait_for_values_without_gradients() -> None:
+    """Values pass between the stages of a chain that is not trained, and no gradients."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+    model[:4].requires_grad_(False)
+    for mode in (True, False):
+        chosen = choice(pipegraph.capture(model.train(mode).requires_grad_(False), (torch.randn(4, 8),)), "1f1b")
+        assert chosen.with_branches().schedule.edges is None
+    towers = Towers()
+    towers.towers[0].requires_grad_(False)
+    chain = choice(pipegraph.capture(towers, inputs(512)), "1f1b").costs.priced.chain
+    (second_tower,) = chain.branch_starts
+    assert stage_edges(chain, (second_tower, len(chain.segments) - 1)) == StageEdges(BRANCHES, ((1, 2),))
 
 
 def test_moved_cuts_have_edges_of_their_own(captured: Captured) -> None:

@@ -10,7 +10,7 @@ Candidate cuts are the beginnings and ends of module calls at every depth. Of th
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
@@ -73,18 +73,26 @@ class Chain:
 
     @cached_property
     def edges(self) -> tuple[tuple[int, int], ...]:
-        """(producer, consumer) pairs of segments between which a value with a gradient passes, ascending.
+        """(producer, consumer) pairs of segments between which a value passes, ascending.
 
-        Other values are left out: masks and positions are computed again in each stage that reads them.
+        Values that each stage makes for itself, such as positions, are left out.
         """
+        return self._edges(lambda value: not replication_of(self.captured, value))
+
+    @cached_property
+    def gradient_edges(self) -> tuple[tuple[int, int], ...]:
+        """Those of `edges` over which a gradient returns."""
+        return self._edges(lambda value: bool(value.meta["requires_grad"]))
+
+    def _edges(self, passes: Callable[[fx.Node], bool]) -> tuple[tuple[int, int], ...]:
         segment_of = {node: index for index in range(len(self.segments)) for node in self.nodes(index, index + 1)}
-        pairs = {
-            (segment_of[value], index)
+        crossing = (
+            (value, segment_of[value], index)
             for node, index in segment_of.items()
             for value in node.all_input_nodes
-            if value in segment_of and value.meta.get("requires_grad")
-        }
-        return tuple(sorted((producer, consumer) for producer, consumer in pairs if producer != consumer))
+            if segment_of.get(value, index) != index
+        )
+        return tuple(sorted({(producer, consumer) for value, producer, consumer in crossing if passes(value)}))
 
     @cached_property
     def branch_starts(self) -> tuple[int, ...]:
