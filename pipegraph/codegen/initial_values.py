@@ -33,6 +33,11 @@ class InitialValues(NamedTuple):
         return _lines(self.initialisation)
 
     @property
+    def has_zero_rows(self) -> bool:
+        """Whether a row of some parameter is set to zero."""
+        return any(values.zero_row is not None for values in self.initialisation.values())
+
+    @property
     def guessed_lines(self) -> list[str]:
         """The entries of ``GUESSES``."""
         return _lines(self.guessed)
@@ -88,7 +93,8 @@ def _lines(table: dict[str, Initialisation]) -> list[str]:
 
 
 def _function_text(values: Initialisation) -> str:
-    function = f"nn.init.{values.function}"
-    if not values.arguments:
-        return function
-    return f"partial({function}, {', '.join(f'{name}={literal(value).text}' for name, value in values.arguments)})"
+    text = f"nn.init.{values.function}"
+    if values.arguments:
+        arguments = (f"{name}={literal(value).text}" for name, value in values.arguments)
+        text = f"partial({text}, {', '.join(arguments)})"
+    return text if values.zero_row is None else f"with_zero_row({text}, {values.zero_row})"

@@ -126,6 +126,7 @@ def render_weights(header: str, values: InitialValues, checkpoint: bool, adapter
         "weights.py.jinja",
         header=_docstring(header, 0),
         initialisation=values.known_lines,
+        zero_rows=values.has_zero_rows,
         guesses=values.guessed_lines,
         checkpoint=checkpoint,
         adapters=adapters,

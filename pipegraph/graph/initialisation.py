@@ -34,11 +34,14 @@ class Initialisation:
         function: its name, such as ``normal_``.
         arguments: those other than the parameter that are not the function's defaults.
         is_usual: whether the module of torch that holds the parameter does this in any case.
+        zero_row: the row that is set to zero after the call, such as that of an embedding for padding; None if there
+            is none.
     """
 
     function: str
     arguments: tuple[tuple[str, Any], ...] = ()
     is_usual: bool = False
+    zero_row: int | None = None
 
     @classmethod
     def from_call(cls, function: str, **arguments: Any) -> Initialisation:
@@ -57,6 +60,10 @@ class Initialisation:
 
     def scaled(self, factor: float) -> Initialisation | None:
         """The initialisation with all values multiplied by ``factor``; None if no function gives them."""
+        scaled = self._scaled_values(factor)
+        return None if scaled is None else replace(scaled, zero_row=self.zero_row)
+
+    def _scaled_values(self, factor: float) -> Initialisation | None:
         arguments = dict(self.arguments)
         if self.constant is not None:
             return Initialisation.from_call("constant_", val=self.constant * factor)
@@ -189,6 +196,7 @@ class _Recorder(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._initialisations: dict[int, Initialisation | None] = {}
+        self._row_lengths: dict[int, int] = {}  # of matrices with a row of zeros
 
     def mark(self, model: nn.Module) -> None:
         for parameter in model.parameters():
@@ -197,7 +205,11 @@ class _Recorder(TorchFunctionMode):
                 setattr(parameter, _MARK, call)
 
     def lookup(self, tensor: Tensor) -> Initialisation | None:
-        return self._initialisations.get(storage_identity(tensor))
+        key = storage_identity(tensor)
+        values = self._initialisations.get(key)
+        if values is None or values.zero_row is None or tensor.shape[1:] == (self._row_lengths[key],):
+            return values
+        return None  # the part that was set to zero is no row
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         keywords = kwargs or {}
@@ -221,10 +233,16 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _write(self, tensor: Tensor, values: Initialisation | None) -> None:
-        """Note what a tensor holds. A part set to zero is a row for padding, as torch has it."""
-        covers_storage = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-        if covers_storage or values is None or values.constant != 0:
-            self._initialisations[storage_identity(tensor)] = values if covers_storage else None
+        """Note the values of a tensor. A part that is set to zero is the row of an embedding for padding."""
+        key, covers_storage = storage_identity(tensor), _covers_storage(tensor)
+        parameter_values = self._initialisations.get(key)
+        if not covers_storage and parameter_values is not None and values is not None and values.constant == 0:
+            row = _row(tensor)
+            values = replace(parameter_values, zero_row=row) if parameter_values.zero_row in (None, row) else None
+            self._row_lengths[key] = len(tensor) if row >= 0 else -1
+        elif not covers_storage:
+            values = None
+        self._initialisations[key] = values
 
     def _written(self, name: str, tensor: Tensor, args: Any, kwargs: Any) -> Initialisation | None:
         """What an operation in place leaves in a tensor."""
@@ -277,6 +295,17 @@ class _Recorder(TorchFunctionMode):
         if call is None or (name in _DIVIDE and (numbers[0] == 0 or args[0] is not tensors[0])):
             return None
         return call.scaled(1 / numbers[0] if name in _DIVIDE else numbers[0])
+
+
+def _covers_storage(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+def _row(tensor: Tensor) -> int:
+    """The index of a row in the matrix whose storage has it; −1 if a tensor is no row."""
+    if tensor.dim() != 1 or not tensor.is_contiguous() or not len(tensor) or tensor.storage_offset() % len(tensor):
+        return -1
+    return tensor.storage_offset() // len(tensor)
 
 
 def _is_in_place(name: str) -> bool:

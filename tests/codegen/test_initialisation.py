@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -115,6 +116,8 @@ def test_stages_without_weights_start_as_the_model(package: Package) -> None:
             assert abs(initial.mean().item() - values.mean().item()) < 0.3 * values.std().item(), name
     assert torch.allclose(actual["layers.1.mixing"] @ actual["layers.1.mixing"].T, 4 * torch.eye(WIDTH), atol=1e-4)
     assert torch.equal(actual["head.weight"], actual["embed.weight"])
+    assert not actual["embed.weight"][0].any()  # the row for padding
+    assert actual["embed.weight"][1:].all()
 
 
 @pytest.mark.slow
@@ -131,7 +134,7 @@ def test_numbers_do_not_depend_on_the_cut_or_on_earlier_ones(tmp_path: Path) -> 
 
 def test_the_source_says_how(package: Package) -> None:
     text = (package.path / "weights.py").read_text()
-    table = text[text.index("INITIALISATION") : text.index("def initialise")]
+    table = text[text.index("INITIALISATION") : text.index("def initialise(")]
     assert '"layers.*.down.weight": partial(nn.init.trunc_normal_, std=0.0070710678118654745),' in table
     assert '"layers.*.up.bias": nn.init.zeros_,' in table
     assert "attention" not in table  # what MultiheadAttention does in any case
@@ -174,6 +177,31 @@ def test_a_model_that_is_built_already_is_asked_and_stays_as_it_is() -> None:
     assert named["inner.bias"].is_usual
     assert all(torch.equal(tensor, state_before[name]) for name, tensor in model.state_dict().items())
     assert torch.equal(torch.random.get_rng_state(), random)
+
+
+def zeroed(parameter: Tensor, *indices: Any) -> Tensor:
+    nn.init.normal_(parameter)
+    for index in indices:
+        parameter[index].zero_()
+    return parameter
+
+
+def test_rows_of_zeros_are_recorded() -> None:
+    rows = {
+        Initialisation("normal_", zero_row=2): lambda: zeroed(torch.empty(5, 3), 2),
+        Initialisation("normal_", zero_row=0): lambda: zeroed(torch.empty(5, 3), 0, 0),
+    }
+    other_parts = [
+        lambda: zeroed(torch.empty(5, 3), slice(1, 3)),
+        lambda: zeroed(torch.empty(6), slice(2, 4)),
+        lambda: zeroed(torch.empty(4, 4), (slice(None), 1)),
+        lambda: zeroed(torch.empty(5, 3), 0, 2),
+    ]
+    with initialisation_recorded() as mark:
+        models = [nn.ParameterList([make()]) for make in (*rows.values(), *other_parts)]
+        for model in models:
+            mark(model)
+    assert [initialisation_of(model).get(id(model[0])) for model in models] == [*rows, None, None, None, None]
 
 
 def test_what_is_recorded() -> None:
