@@ -12,6 +12,7 @@ from msgspec import UNSET, structs
 from torch import Tensor, fx
 
 from pipegraph.codegen.classes.block_classes import BlockClasses
+from pipegraph.codegen.classes.direct_calls import with_direct_calls
 from pipegraph.codegen.classes.merge_classes import merge_classes
 from pipegraph.codegen.classes.stage_class import stage_class
 from pipegraph.codegen.classes.unused_parameters import without_unused_parameters
@@ -140,6 +141,7 @@ def draft(plan: Plan, weights: bool = True, source: ModelSource | None = None, f
         if function.name in called:
             called |= function.uses()
     functions = [function for function in blocks.functions if function.name in called]
+    shared, stages = (list(map(with_direct_calls, classes)) for classes in (shared, stages))
     functions, shared, stages = without_unused_parameters(functions, shared, stages)
     checkpoint = checkpoint_names(captured.modules[""].module)
     written = Source(
