@@ -21,7 +21,7 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def main(
     only: Annotated[list[str] | None, typer.Option(help="Models whose name or origin contains this.")] = None,
-    markdown: Annotated[bool, typer.Option(help="Print the tables of docs/models.md.")] = False,
+    markdown: Annotated[bool, typer.Option(help="Print Markdown tables.")] = False,
     keep: Annotated[Path | None, typer.Option(help="Keep the packages under this folder.")] = None,
 ) -> None:
     """Split every model in three, and compare its stages with it at other sizes, in other dtypes and in both modes.

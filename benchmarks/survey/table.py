@@ -1,4 +1,4 @@
-"""The survey in print: a line a model on the terminal, or the tables of docs/models.md."""
+"""The survey in print: a line for each model on the terminal, or Markdown tables."""
 
 from __future__ import annotations
 

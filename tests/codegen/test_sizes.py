@@ -339,3 +339,49 @@ def test_a_size_is_read_whole_where_no_value_has_its_parts(tmp_path: Path) -> No
     other_input = torch.randn(2, 3, 10, 14)
     pipe = pipegraph.Pipeline(package, microbatches=1, kernels="autograd")
     torch.testing.assert_close(pipe.eval(other_input), model(other_input))
+
+
+class HalvedPatches(nn.Module):
+    """Tokens of an image, and the sizes of the image, as hierarchical transformers of images pass them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 6, 3, stride=2, padding=1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int, int]:
+        x = self.conv(x)
+        return x.flatten(2).transpose(1, 2), x.shape[2], x.shape[3]
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.conv = nn.Linear(6, 6), nn.Conv2d(6, 6, 3, padding=1)
+
+    def forward(self, x: Tensor, height: int, width: int) -> Tensor:
+        image = x.transpose(1, 2).reshape(x.shape[0], -1, height, width)
+        return x + self.linear(self.conv(image).flatten(2).transpose(1, 2))
+
+
+class Hierarchy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.patches = nn.Conv2d(3, 4, 3, stride=2, padding=1), HalvedPatches()
+        self.blocks = nn.ModuleList(Mixed() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, height, width = self.patches(self.first(x))
+        for block in self.blocks:
+            x = block(x, height, width)
+        return x.reshape(x.shape[0], height, width, -1)
+
+
+def test_sizes_follow_from_an_input_that_no_variable_has_any_more(tmp_path: Path) -> None:
+    """The second convolution makes the image smaller inside of a module, and the stage needs the width after it."""
+    torch.manual_seed(0)
+    model, x = Hierarchy(), torch.randn(2, 3, 37, 41)
+    package = split(tmp_path, model, (x,), cut="patches")
+    assert len(package.manifest.stages[1].inputs) == 1
+    assert not differences(package, model, (x,))
+    for shape in ((3, 3, 30, 26), (1, 3, 52, 33)):
+        assert_equal_at_every_size(package, model, shape)

@@ -45,7 +45,8 @@ class SizeVariables:
         try:
             return fold(size.expression, self._read, _combined, call)
         except UnknownSizeError as error:
-            written = in_dimensions(size.expression, dynamic_sizes_of(self._values.variables.values()))
+            dimensions = [*dynamic_sizes_of(self._values.variables.values()), *self._variables]
+            written = in_dimensions(size.expression, dimensions)
             if written is None:
                 raise UnknownSizeError(error.size, size.expression) from error
             expression, places = written

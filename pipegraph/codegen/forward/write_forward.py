@@ -52,7 +52,8 @@ from pipegraph.codegen.syntax.line_breaks import reads_well
 from pipegraph.codegen.syntax.statements import Assign, Evaluate, Return, Statement, nested
 from pipegraph.graph.aliasing import is_view, is_written
 from pipegraph.graph.calls import ModuleValue
-from pipegraph.graph.symbolic_size import SymbolicSize, UnknownSizeError
+from pipegraph.graph.nodes import dynamic_sizes_of
+from pipegraph.graph.symbolic_size import SymbolicSize, UnknownSizeError, in_dimensions
 
 # ---- with blocks -----------------------------------------------------------------------------------------------------
 # What one ``with`` block holds: neighbours that ran in the same ``no_grad`` and ``autocast`` blocks of the model.
@@ -429,8 +430,13 @@ def write_forward(
         except ReplacedInputError as error:
             size_names[error.place] = error.name
         except UnknownSizeError as error:
-            # Of `(rows - 1) // 2 + 1` no value may have `rows`, and an input the whole.
-            requested_size = next((size for size in (error.size, error.parent) if size not in (None, *sizes)), None)
+            # Of `(rows - 1) // 2 + 1` no value may have `rows`, and an input the whole, or what it follows from.
+            parent = error.parent if error.parent is not None else error.size
+            follows = in_dimensions(parent, dynamic_sizes_of(contents.inputs))
+            dimensions = follows[1].values() if follows is not None else ()
+            requested_size = next(
+                (size for size in (error.size, error.parent, *dimensions) if size not in (None, *sizes)), None
+            )
             if requested_size is None:
                 raise
             sizes.append(requested_size)
