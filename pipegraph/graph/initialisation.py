@@ -34,8 +34,8 @@ class Initialisation:
         function: its name, such as ``normal_``.
         arguments: those other than the parameter that are not the function's defaults.
         is_usual: whether the module of torch that holds the parameter does this in any case.
-        zero_row: the row that is set to zero after the call, such as that of an embedding for padding; None if there
-            is none.
+        zero_row: the row that is set to zero after the call, such as that of an embedding for padding; None if no
+            row is.
     """
 
     function: str
@@ -209,7 +209,7 @@ class _Recorder(TorchFunctionMode):
         values = self._initialisations.get(key)
         if values is None or values.zero_row is None or tensor.shape[1:] == (self._row_lengths[key],):
             return values
-        return None  # the part that was set to zero is no row
+        return None  # another part was set to zero
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         keywords = kwargs or {}
@@ -302,7 +302,7 @@ def _covers_storage(tensor: Tensor) -> bool:
 
 
 def _row(tensor: Tensor) -> int:
-    """The index of a row in the matrix whose storage has it; −1 if a tensor is no row."""
+    """The index of a row in the matrix whose storage has it; −1 for any other part."""
     if tensor.dim() != 1 or not tensor.is_contiguous() or not len(tensor) or tensor.storage_offset() % len(tensor):
         return -1
     return tensor.storage_offset() // len(tensor)

@@ -176,7 +176,7 @@ class CutChoice:
         return replace(self, schedule=schedule, considers_branches=True)
 
     def branch_orders(self) -> Iterator[CutChoice]:
-        """Yield the choice in the orders for stages side by side, each on a rank of its own; none without branches."""
+        """Yield the choice in the orders for stages side by side, one on each rank; nothing without branches."""
         schedule = self.schedule
         if schedule.edges is not None and schedule.trains and schedule.placement == tuple(range(schedule.ranks)):
             edges = stage_edges(self.costs.priced.chain, self.cuts)

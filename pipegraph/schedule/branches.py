@@ -1,4 +1,4 @@
-"""Orders for a model with branches, of which each has ranks of its own.
+"""Orders for a model with branches: each stage has its own rank.
 
   stage 0 ──▶ stage 1 ──┐
                         ├──▶ stage 4
@@ -6,7 +6,7 @@
 
 The number of forwards before the first backward of a stage is the number of stages from it to the end of the model,
 not the number of ranks after it (GraphPipe: Jeon et al., arXiv:2406.17145). Stages 0 and 2 hold three activations, and
-no branch waits for another one.
+branches do not wait for each other.
 """
 
 from __future__ import annotations
