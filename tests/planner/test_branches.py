@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import pipegraph
+from benchmarks.branches import compare, linear_layers
 from pipegraph.cost.hardware import Hardware
 from pipegraph.graph.captured import Captured
 from pipegraph.package import Package
@@ -188,3 +189,10 @@ def test_one_process_and_three_run_the_order(captured: Captured, order: CutChoic
     folder = str(pipegraph.write_package(plan_of(captured, order), tmp_path / "package").path)
     losses = ranks.run(compare_step, 3, folder)
     assert losses == [pytest.approx(compare_step(0, folder))] * 3
+
+
+@pytest.mark.slow
+def test_the_benchmark_finds_plans_that_are_no_slower_than_stages_in_sequence() -> None:
+    model, args = linear_layers(1, width=64)
+    values = {name: chosen.value for name, chosen in compare(model, args, 4, 4)}
+    assert values["best of all orders"] <= values["side by side"] * (1 + 1e-9) < values["in sequence"]
