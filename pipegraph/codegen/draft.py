@@ -141,7 +141,8 @@ def draft(plan: Plan, weights: bool = True, source: ModelSource | None = None, f
         if function.name in called:
             called |= function.uses()
     functions = [function for function in blocks.functions if function.name in called]
-    shared, stages = (list(map(with_direct_calls, classes)) for classes in (shared, stages))
+    direct = with_direct_calls([*shared, *stages])
+    shared, stages = direct[: len(shared)], direct[len(shared) :]
     functions, shared, stages = without_unused_parameters(functions, shared, stages)
     checkpoint = checkpoint_names(captured.modules[""].module)
     written = Source(

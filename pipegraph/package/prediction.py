@@ -139,7 +139,7 @@ class Prediction(Entry, frozen=True, kw_only=True, rename={"stages": "costs"}):
         value: of a step or, for a unit other than seconds, of the largest stage.
         places: the number of places for a cut; all of them were considered.
         lower_bound: no cuts at these places have a lower value, as far as segments add up to stages; None if the cuts
-            were given.
+            were given, or if stages stand side by side.
         memory: bytes that each rank needs.
         memory_parts: the same by kind; empty in plans that were written before it was counted.
         precision: in which dtypes the model is trained; None for its own.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,10 @@ FORWARD = "def forward(self, x):\n    x = self.first(x)\n    return self.first(x
 TARGET = "def second(self, x, scale=1):\n    return x * scale"
 
 
-def methods(*functions: str) -> tuple[str, ...]:
+def methods(*functions: str, users: Sequence[ClassSource] = ()) -> tuple[str, ...]:
     places = tuple(("model.py", number) for number in range(1, sum(text.count("\n") + 1 for text in functions) + 1))
-    changed = with_direct_calls(ClassSource("Block", "", forward=(SourceText(functions, places=places),))).author_text
+    block = ClassSource("Block", "", forward=(SourceText(functions, places=places),))
+    changed = with_direct_calls([block, *users])[0].author_text
     assert changed is not None
     assert len(changed.places) == sum(text.count("\n") + 1 for text in changed.functions)
     return changed.functions
@@ -45,6 +47,12 @@ def test_a_method_in_between_is_left_out() -> None:
 )
 def test_a_method_that_does_something_stays(first: str) -> None:
     assert methods(FORWARD, first, TARGET) == (FORWARD, first, TARGET)
+
+
+def test_a_method_that_another_class_calls_stays() -> None:
+    first = "def first(self, x, scale=1):\n    return self.second(x, scale)"
+    call = SourceText(("def forward(self, x):\n    return self.block.first(x)",))
+    assert methods(FORWARD, first, TARGET, users=[ClassSource("User", "", forward=(call,))]) == (FORWARD, first, TARGET)
 
 
 class Block(nn.Module):

@@ -155,6 +155,14 @@ def test_an_argument_that_is_only_passed_on_is_unused() -> None:
     assert texts["Stage0"] == ("def forward(self, x, unread):\n    x = self.inner(x)\n    return x",)
 
 
+def test_a_method_that_another_class_calls_keeps_its_parameters() -> None:
+    inner = block(
+        "Inner", "def forward(self, x):\n    return self.project(x)\ndef project(self, x, mask=None):\n    return x"
+    )
+    texts = changed("x = self.inner(self.inner.project(x, unread))", inner)
+    assert texts["Inner"][1] == "def project(self, x, mask=None):\n    return x"
+
+
 def test_a_loop_over_two_classes_passes_what_either_reads() -> None:
     first = block("First", "def forward(self, x, mask=None, bias=None):\n    return x * mask")
     second = block("Second", "def forward(self, x, mask=None, bias=None):\n    return x")

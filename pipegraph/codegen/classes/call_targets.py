@@ -124,6 +124,9 @@ class CallTargets:
         for node in body.nodes:
             if not isinstance(node, (ast.Name, ast.Attribute)) or not isinstance(node.ctx, ast.Load):
                 continue
+            is_own = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == _SELF
+            if isinstance(node, ast.Attribute) and not is_own:  # ``self.attention.project(x)``: a method of a child
+                yield from (key for key in self._bodies if key[0] and key[1] == node.attr != FORWARD)
             parent = body.parents.get(id(node))
             match parent:
                 case ast.Call(func) if func is node:

@@ -1,34 +1,57 @@
 """Call a method directly where the author calls another one that only passes its arguments on.
 
-def projections(self, x, mask=None):               (left out, and ``self.projections(x)`` is
-    return self.separate_projections(x, mask)       ``self.separate_projections(x)``)
+q, k, v = self.projections(x)                       q, k, v = self.separate_projections(x)
+
+def projections(self, x, mask=None):                (nothing)
+    return self.separate_projections(x, mask)
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from pipegraph.codegen.author_text.cut import without_docstring
 from pipegraph.codegen.syntax.statements import ClassSource, SourceText
 
 
-def with_direct_calls(cls: ClassSource) -> ClassSource:
-    """Leave out the methods that only call another method of the class with the same parameters."""
-    text = cls.author_text
-    while text is not None and (pair := next(_intermediate_methods(text), None)) is not None:
-        text = _without_method(text, *pair)
-    return cls if text is None or text is cls.author_text else replace(cls, forward=(text, *cls.forward[1:]))
+def with_direct_calls(classes: Sequence[ClassSource]) -> list[ClassSource]:
+    """Leave out the methods that only call another method of their class with the same parameters.
+
+    A method that another class calls stays.
+    """
+    texts = [cls.author_text for cls in classes if cls.author_text is not None]
+    outside = {name for text in texts for function in text.functions for name in _attributes_of_others(function)}
+
+    def changed(cls: ClassSource) -> ClassSource:
+        text = cls.author_text
+        while text is not None and (pair := next(_intermediate_methods(text, outside), None)) is not None:
+            text = _without_method(text, *pair)
+        return cls if text is None or text is cls.author_text else replace(cls, forward=(text, *cls.forward[1:]))
+
+    return list(map(changed, classes))
 
 
-def _intermediate_methods(text: SourceText) -> Iterator[tuple[int, str]]:
-    """Yield the position of each such method, and the name of the method that it calls."""
+def _attributes_of_others(function: str) -> Iterator[str]:
+    """Yield the attributes that a function reads of anything but ``self``."""
+    for node in ast.walk(ast.parse(function)):
+        if isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id == "self"):
+            yield node.attr
+
+
+def _intermediate_methods(text: SourceText, outside: AbstractSet[str]) -> Iterator[tuple[int, str]]:
+    """Yield the position of each such method, and the name of the method that it calls.
+
+    Args:
+        outside: the names that stay.
+    """
     trees = [ast.parse(function).body[0] for function in text.functions]
     methods = {tree.name: tree for tree in trees if isinstance(tree, ast.FunctionDef)}
     for position, tree in enumerate(trees):
-        if position == 0 or not isinstance(tree, ast.FunctionDef) or tree.decorator_list:
+        if position == 0 or not isinstance(tree, ast.FunctionDef) or tree.decorator_list or tree.name in outside:
             continue
         match without_docstring(tree.body):
             case [ast.Return(ast.Call(ast.Attribute(ast.Name("self"), name), arguments, []))] if name in methods:
