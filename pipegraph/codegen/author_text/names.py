@@ -304,8 +304,6 @@ _LICENSES: Final = (
 )
 """How the head of a file names its license."""
 _HEAD: Final = 4000  # characters
-
-
 _COPYRIGHT: Final = re.compile(
     r"^[\W_]*(Copyright\b.*?)(?:[.,]?\s+All rights reserved)?\W*$", re.MULTILINE | re.IGNORECASE
 )
